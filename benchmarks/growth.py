@@ -265,7 +265,7 @@ def _start(name: str, size: int) -> dict[str, float]:
 
 def _ranking(shape: str, devices: str) -> dict[str, float]:
     import atorch.auto.opt_lib  # noqa: F401  registers the methods
-    from atorch.auto.planner.ranking import Told, Wanted, best_level, methods_of
+    from atorch.auto.planner.ranking import RankingSummary, Wanted, best_level, methods_of
     from atorch.cluster.spec import ClusterSpec
     from atorch.cost import plain_cost
     from atorch.cost.transformer import Implementation, TransformerShape, transformer_profile
@@ -276,7 +276,7 @@ def _ranking(shape: str, devices: str) -> dict[str, float]:
     before, began = _peak_mib(), time.perf_counter()
     ranking = best_level(profile, start, cluster, Wanted())
     seconds, mib = time.perf_counter() - began, _peak_mib() - before
-    message = Told.of(ranking)
+    message = RankingSummary.of(ranking)
     began = time.perf_counter()
     rebuilt = message.ranking(methods_of(Wanted().space(profile, cluster, Wanted().levels[-1])))
     others = time.perf_counter() - began

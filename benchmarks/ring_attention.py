@@ -25,7 +25,7 @@ from compare import Row, interleave
 
 from atorch.profiler.memory_tracker import OTHER, LiveBytes
 from atorch.runtime.context_parallel import Ring, attend_around, plan_of
-from atorch.runtime.context_parallel.load_balancing import Deal, schedule
+from atorch.runtime.context_parallel.load_balancing import TokenAssignment, schedule
 
 HEADS, GROUPS, DIM = 8, 2, 64
 
@@ -66,7 +66,7 @@ def ring(
     around = kind(dist.group.WORLD)  # type: ignore[arg-type]  # a group exists
     part_length = length // around.size
     *given, grad = inputs(part_length)
-    meetings = schedule(Deal(around.size, balanced), around.rank, part_length, part_length, is_causal=True)
+    meetings = schedule(TokenAssignment(around.size, balanced), around.rank, part_length, part_length, is_causal=True)
     plan = plan_of(around, meetings, given[0], None, None, 0.0)
     return lambda: attend_around(*given, plan), given, grad
 

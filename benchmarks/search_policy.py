@@ -166,7 +166,7 @@ class Machine:
         self.now.time_s = BEFORE_S
         explorer = DryRunLoop(
             SearchJob(
-                cluster=job.cluster, crew=Alone(), candidates=job.candidates, clock=clock, starts=job.starts(),
+                cluster=job.cluster, coordinator=Alone(), candidates=job.candidates, clock=clock, starts=job.starts(),
                 epoch=lambda: job.epoch,
             )  # type: ignore[arg-type]
         )  # fmt: skip

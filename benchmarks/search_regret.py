@@ -150,7 +150,7 @@ def in_process(name: str, quick: bool) -> dict[str, Any] | None:
     began = time.monotonic()
     plan = search(ctx, time_limit=10.0 if quick else None)
     search_s = time.monotonic() - began
-    crew, feed = Coordinator(ctx.world), Feed(ctx)
+    coordinator, feed = Coordinator(ctx.world), Feed(ctx)
     ctx = replace(ctx, sample_batch=sample_of(ctx, feed))  # some methods watch a pass before they split the model
     others = [item for item in plan.rejected if item.estimate is not None and item.why not in ("hardware", "memory")]
     others.sort(key=lambda other: other.estimate.step_s if other.estimate else math.inf)
@@ -161,7 +161,7 @@ def in_process(name: str, quick: bool) -> dict[str, Any] | None:
     failed: list[str] = []
 
     def run(strategy: Strategy) -> None:
-        trial = Trial(ctx, strategy, crew, feed, 120.0)
+        trial = Trial(ctx, strategy, coordinator, feed, 120.0)
         outcome = measure_trial(trial, math.inf, min(found.values(), default=None))
         trial.close()
         if isinstance(outcome, Measurement):
@@ -172,13 +172,13 @@ def in_process(name: str, quick: bool) -> dict[str, Any] | None:
     while len(found) < (4 if quick else LEAST) and (strategy := next(eager, None)) is not None:
         run(strategy)
     began = time.monotonic()
-    while not quick and crew.broadcast(time.monotonic() - began < COMPILING_S):
+    while not quick and coordinator.broadcast(time.monotonic() - began < COMPILING_S):
         if (strategy := next(compiled, None)) is None:
             break
         run(strategy)
     # The best few and the choice run in turns, so that no single lucky measurement decides the best.
     contenders = list(dict.fromkeys([plan.strategy, *sorted(found, key=found.__getitem__)[:3]]))
-    trials = [Trial(ctx, strategy, crew, feed, 120.0) for strategy in contenders]
+    trials = [Trial(ctx, strategy, coordinator, feed, 120.0) for strategy in contenders]
     for trial in trials:
         assert trial.start(), trial.failure
     times: list[list[float]] = [[] for _ in trials]
@@ -191,7 +191,7 @@ def in_process(name: str, quick: bool) -> dict[str, Any] | None:
     medians = [statistics.median(seconds) for seconds in times]
     for trial in trials:
         trial.close()
-    crew.close()
+    coordinator.close()
     if dist.get_rank() != 0:
         return None
     best = min(range(len(medians)), key=medians.__getitem__)

@@ -65,10 +65,10 @@ def auto_accelerate(
 
     Args:
         model: an ordinary, non-distributed module. Only the chosen strategy changes it in place.
-        optim_func: `torch.optim.AdamW` or any function of `(parameters, **optim_args)` that returns an optimizer; or an
-            optimizer of the model's parameters, which is made again from its class, defaults and groups.
-        dataset: the training data; or a DataLoader, which is made again with its settings, and whose batches are those
-            of all processes together. `result` has the optimizer and the loader to use in place of yours.
+        optim_func: `torch.optim.AdamW` or any function of `(parameters, **optim_args)` that returns an optimizer. Or an
+            optimizer of the model's parameters: it is made again from its class, defaults and groups.
+        dataset: the training data. Or a DataLoader: it is made again with its settings, and its batches are those of
+            all processes together. `result` has the optimizer and the loader to use in place of yours.
         loss_func: `(input, output) -> loss`, a scalar tensor, or a list or tuple whose first item is one.
         prepare_input: `(data, device) -> input`; None moves the tensors in `data` to the device.
         model_input_format: the form in which the model takes `input`: None unchanged, "unpack_sequence" as `*input`,
@@ -157,9 +157,9 @@ def plan(model: Any, *given: Any, cluster: Any = None, **kargs: Any) -> Plan:
     With a cluster, such as "16x8xH100-80GB", a cluster file or a ClusterSpec, one process plans by arithmetic alone.
 
     Args:
-        model: the module, which is not changed. For a cluster also a function that makes it, which is then called
-            under the meta device, a ModelProfile, or what `atorch plan` takes: the path of a Hugging Face config or of
-            a folder that has one, a job "FILE.py:NAME", or a config of transformers. These need no sample batch.
+        model: the module, which is not changed. For a cluster also a function that makes it, which is called under the
+            meta device; a ModelProfile; the path of a Hugging Face config or of a folder that has one; a config of
+            transformers; or a job "FILE.py:NAME". Paths and configs need no sample batch.
         seq: tokens of a sample, for a path or a config.
         sample_batch: a batch for `prepare_input`, the model and `loss_func`; figures are scaled to other batch sizes.
         global_batch: samples of a step on all devices together; None for the sample batch on each.

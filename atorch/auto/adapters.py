@@ -1,6 +1,6 @@
 """An optimizer and a DataLoader that exist already, as the arguments from which others like them are made.
 
-A strategy may replace parameters, and it shares samples out, so that both are made anew: the optimizer from its class,
+A strategy may replace parameters, and it shares samples out. So both are made anew: the optimizer from its class,
 `defaults` and groups, by the names of the parameters; the loader from its settings. Whatever would differ is refused.
 """
 
@@ -99,8 +99,8 @@ def _regrouped(part: nn.Module, groups: Iterable[_Group], model_names: frozenset
     new = [name for name, parameter in named.items() if name not in model_names and parameter.requires_grad]
     if new:
         raise ArgumentError(
-            f"the strategy gives the model parameters that it did not have, such as {new[0]}, and the optimizer that "
-            "was made already has them in no group; give the optimizer's class as optim_func, and optim_param_func"
+            f"the strategy gives the model new parameters, such as {new[0]}, and your optimizer has them in no group; "
+            "give the optimizer's class as optim_func, and optim_param_func"
         )
     return [group.of(named) for group in groups]
 

@@ -1,10 +1,16 @@
 """The arguments of an entry point: read and checked on each process, and compared across processes by fingerprint.
 
-Equal on all processes: the model's class, modes, parameters and buffers; the dataset's class and length; the strategy's
-methods, from any source; and every other argument by kind and value (`distributed/fingerprints.py`). Free to differ:
-`verbose`; the paths in `save_strategy_to_file` and `calibration`, of which rank 0's are used; the sizes in
-`sample_batch`; the arguments of partials in `prepare_input`, `distributed_sampler_cls` and `dataloader_args`; and the
-values of weights, which are broadcast from rank 0.
+Equal on all processes (`distributed/fingerprints.py`):
+
+- the model's class, modes, parameters and buffers; the dataset's class and length
+- the strategy's methods, from any source
+- every other argument, by kind and value
+
+Free to differ:
+
+- `verbose`, the sizes in `sample_batch`, and the values of weights, which are broadcast from rank 0
+- the paths in `save_strategy_to_file` and `calibration`, of which rank 0's are used
+- arguments of partials in `prepare_input`, `distributed_sampler_cls` and `dataloader_args`
 """
 
 from __future__ import annotations

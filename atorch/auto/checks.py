@@ -183,7 +183,7 @@ def _instead_of(dataset: object) -> str:
     if inspect.isroutine(dataset):
         return "; give what it returns"
     if isinstance(dataset, Iterator):
-        return "; what can be read once alone has no epochs: give list(dataset), or an IterableDataset that begins anew"
+        return "; an iterator can be read only once: give list(dataset), or an IterableDataset that starts again"
     return ""
 
 

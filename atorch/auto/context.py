@@ -37,7 +37,7 @@ from atorch.runtime.optimizer.held_tensors import write_part
 from atorch.runtime.optimizer.user_optimizer import keep_to
 from atorch.runtime.precision.master_weights import take_masters
 from atorch.runtime.tensor_parallel.model_layout import rows_of
-from atorch.runtime.tensor_parallel.state import need_whole_to_save, refuse_other_parts, tell_of_part
+from atorch.runtime.tensor_parallel.state import need_whole_to_save, refuse_other_parts, warn_of_part
 
 if TYPE_CHECKING:
     from atorch.auto.reference_step import ReferenceStep
@@ -180,7 +180,7 @@ class Context:
         take_masters(built.optim)
         add_clipping(built.model)
         self._guard_gradients(built, binding)
-        self._tell_of_part(built.model, built.optim)
+        self._warn_of_part(built.model, built.optim)
         if built.optim is not None and self.mesh is not None and self.mesh.size(*REPLICA_AXES) > 1:
             keep_to(built.model, built.optim)
         scheduler = None
@@ -188,14 +188,14 @@ class Context:
             scheduler = self.make_scheduler(built.optim)
         return self._result(built, scheduler)
 
-    def _tell_of_part(self, model: nn.Module, optim: Optimizer | None) -> None:
+    def _warn_of_part(self, model: nn.Module, optim: Optimizer | None) -> None:
         """Mark the model as partial, for saving, if this process has only a part of it."""
         is_sharded = any(hasattr(tensor, "placements") for tensor in model.parameters())
         is_staged = self.mesh is not None and self.mesh.size("pipeline") > 1
         if is_staged:
-            tell_of_part(model, "the stages of this process")
+            warn_of_part(model, "the stages of this process")
         elif self.layout is not None and not is_sharded:
-            tell_of_part(model, "this process's rows of split parameters")
+            warn_of_part(model, "this process's rows of split parameters")
         if is_staged or is_sharded or self.layout is not None:
             need_whole_to_save(self.root)
             refuse_other_parts(self.parts if is_staged else [self.root], optim, self.layout, is_staged)

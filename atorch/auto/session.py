@@ -18,8 +18,8 @@ from atorch.auto.arguments import Request
 from atorch.auto.context import AccelerateResult, Context
 from atorch.auto.opt_lib.parallel_mode import ParallelMode
 from atorch.auto.opt_lib.shared.defaults import batch_place, complete, idle_axes, needs_values
-from atorch.auto.opt_lib.shared.optimizer_compatibility import tell_kernel
-from atorch.auto.opt_lib.shared.precision import tell_of_16_bits
+from atorch.auto.opt_lib.shared.optimizer_compatibility import log_kernel
+from atorch.auto.opt_lib.shared.precision import warn_of_16_bits
 from atorch.auto.planner.dry_runs.fault_barrier import adopt, trimmed
 from atorch.auto.reference_step import ReferenceStep, plain_pass
 from atorch.auto.strategy import METHODS, Strategy
@@ -28,8 +28,8 @@ from atorch.cluster.spec import ClusterSpec
 from atorch.distributed import world as worlds
 from atorch.distributed.collectives import all_or_none, call_on_all_ranks, from_rank_zero, require_equal, synchronise
 from atorch.distributed.fingerprints import described_optimizer
-from atorch.distributed.mesh import AXES, BATCH_AXES
-from atorch.errors import ArgumentError, NoFeasiblePlanError, StrategyError
+from atorch.distributed.mesh import AXES, BATCH_AXES, current, set_current
+from atorch.errors import ArgumentError, AtorchError, NoFeasiblePlanError, StrategyError
 from atorch.logs import logger, speaking
 from atorch.model.copy_isolation import separate
 from atorch.model.deferred_init import InitialValues
@@ -120,10 +120,17 @@ def accelerate(ctx: Context, strategy: Strategy, verify: bool) -> tuple[Accelera
         ctx = replace(ctx, plain_pass=_reference_step(ctx, batch_place(strategy, ctx.device.type)[1], verify))
     else:
         ctx = replace(ctx, plain_pass=None)
-    tell_of_16_bits(ctx, strategy)
+    warn_of_16_bits(ctx, strategy)
     is_run = ctx.plain_pass is not None and ctx.plain_pass.why_not is None  # plain training ran the model
-    with as_strategy_errors(strategy) if is_run else nullcontext():
-        applied = strategy.apply(ctx)
+    before = current()
+    try:
+        with as_strategy_errors(strategy) if is_run else nullcontext():
+            applied = strategy.apply(ctx)
+    except AtorchError:  # on all processes
+        if (mesh := current()) is not None and mesh not in (before, ctx.mesh):
+            mesh.close()
+            set_current(before)
+        raise
     result = _build(applied, waits_for_values, cuts)
     if verify:
         _verify(applied, result)
@@ -170,7 +177,7 @@ def _build(applied: Context, waits_for_values: bool, cuts: bool) -> AccelerateRe
     result = all_or_none(applied.build)  # the user's optimizer and scheduler may raise
     if waits_for_values and not any(isinstance(p, ChunkedParameter) for p in result.model.parameters()):
         need_values(result.model)
-    tell_kernel(result.optim)
+    log_kernel(result.optim)
     if not cuts:  # optimizers of pipeline stages have different parameters
         call_on_all_ranks(
             "optim_func", dict, lambda: result.optim, lambda made: {"optimizer": described_optimizer(made)}
@@ -268,7 +275,7 @@ def _loaded(source: Any, ctx: Context) -> Strategy:
         strategy = complete(read_strategy, ctx.world.size)
         for axis, size in idle_axes(strategy):
             logger.warning(
-                "parallel_mode has %s %d, but no method of the strategy splits over it: these processes repeat the "
+                "parallel_mode has %s %d, but no method of the strategy splits over it. These processes repeat the "
                 "same work, unless your model uses parallel_group(%r) itself", axis, size, axis,
             )  # fmt: skip
         model_fingerprint = strategy.metadata.get("model", {}).get("fingerprint")

@@ -79,8 +79,8 @@ def check(applied: Context, result: AccelerateResult, expected: ReferenceStep) -
     if actual.lost is not None:
         raise StrategyError(
             f"the model's forward pass writes to {actual.lost}, which under {applied.strategy} is not afterwards what "
-            "it is in plain training: what is written to a gathered copy of a sharded parameter is lost, and what "
-            "follows from a part of the batch differs from process to process. Write to it after the optimizer's step, "
+            "it is in plain training. A write to a gathered copy of a sharded parameter is lost, and a value computed "
+            "from a part of the batch differs from process to process. Write to it after the optimizer's step, "
             "make it a buffer, or train with ddp or zero1"
         )
     if _near(actual, plain, band):
@@ -93,9 +93,8 @@ def check(applied: Context, result: AccelerateResult, expected: ReferenceStep) -
         if _near(actual, plain, band):
             if is_cut and expected.moves_buffers:
                 logger.warning(
-                    "under %s what the model keeps of its batches (statistics of BatchNorm, codebooks) comes from one "
-                    "micro-batch after another, and so do gradients in training mode: they are not those of the whole "
-                    "batch", applied.strategy,
+                    "under %s the model updates its statistics (BatchNorm, codebooks) with one micro-batch after "
+                    "another. They, and gradients in training mode, are not those of the whole batch", applied.strategy,
                 )  # fmt: skip
             return
     how_far, name = actual.farthest
@@ -221,7 +220,7 @@ def _pass(
         loss.backward()
         lost = None
         if model.training:
-            _tell_of_counters(applied, expected.counters, attributes.counters())
+            _warn_of_counters(applied, expected.counters, attributes.counters())
             lost = not_as_written(_values(model, expected.changes), expected.changes, applied.layout, group)
     weight = applied.rank_weights[-1].last if applied.rank_weights else 1.0
     part = weight * float(loss.detach()) if weight else 0.0
@@ -271,7 +270,7 @@ def _untouched(model: nn.Module, written: Collection[str]) -> Iterator[None]:
             model.load_state_dict(values, strict=False)
 
 
-def _tell_of_counters(applied: Context, plain: Mapping[str, int], actual: Mapping[str, int]) -> None:
+def _warn_of_counters(applied: Context, plain: Mapping[str, int], actual: Mapping[str, int]) -> None:
     """Warn of counters that a forward pass under the strategy sets to another value than a plain one."""
     for name, value in plain.items():
         if actual.get(name, value) != value:

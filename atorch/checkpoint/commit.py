@@ -1,4 +1,4 @@
-"""The steps of a folder: a checkpoint is written beside them, and published by one rename.
+"""The steps of a folder: a checkpoint is written next to them, and published by one rename.
 
 step-000000012/                       complete, and never touched
 .step-000000013.<16 hex>.part/        being written, or being removed; the next save removes what is left

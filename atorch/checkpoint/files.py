@@ -250,10 +250,10 @@ class BackgroundWriter:
     def start(self, work: Callable[[], None]) -> None:
         """Begin to write; `wait` has been called since the last time."""
         self._future = self._thread.submit(work)
-        self._future.add_done_callback(_tell)
+        self._future.add_done_callback(_log_failure)
 
 
-def _tell(future: Future[None]) -> None:
+def _log_failure(future: Future[None]) -> None:
     if (error := future.exception()) is not None:  # the process may end before anybody asks
         logger.error("a checkpoint was not saved in the background: %s", error, extra=OF_THIS_RANK)
 

@@ -123,7 +123,7 @@ def _indexed(path: Path) -> dict[str, list[str]]:
     files: dict[str, list[str]] = {}
     for name, file in need(content.get("weight_map"), dict, f"weight_map in {path}").items():
         if not isinstance(file, str) or os.path.basename(file) != file or not file.endswith(".safetensors"):
-            raise CheckpointError(f"{path} lists {shown(file)}, which is no name of a safetensors file beside it")
+            raise CheckpointError(f"{path} lists {shown(file)}, which is no name of a safetensors file in its folder")
         files.setdefault(file, []).append(check_name(name))
     return files
 
@@ -169,7 +169,7 @@ def _read_header(path: Path) -> tuple[Shard, bytes, dict[str, Saved]]:
 
 @contextmanager
 def hidden_folder(path: Path) -> Iterator[Path]:
-    """A folder beside `path`, the same on all ranks, which is removed at the end of the block.
+    """A folder next to `path`, the same on all ranks, which is removed at the end of the block.
 
     Raises:
         CheckpointError: on all ranks: it cannot be made, or there is something at `path`.

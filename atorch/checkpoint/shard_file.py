@@ -125,7 +125,7 @@ def write_shard(
     """Write a file that is not there yet, down to the disk. Pieces: tensor, name of its dtype as saved, box, values.
 
     Values may be a function that returns them, called when they are written. Those that lie elsewhere or otherwise than
-    in the file are staged, a block at a time. `threads` compute checksums and flush what is written beside the writes.
+    in the file are staged, a block at a time. `threads` compute checksums and flush while the file is written.
 
     Raises:
         CheckpointError: the file cannot be written, or two pieces would have one key.

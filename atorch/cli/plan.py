@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
 MAX_DEVICES, MAX_BATCH, MAX_SEQ = 2**17, 2**24, 2**24  # limits of --fit
 FIRST_SEQ = 4096
-IN_PARTS = ("micro_batch", "pipeline_parallel")  # methods that run a batch in parts
 TYPICAL = ("8xA100-80GB", "8xH100-80GB", "8xH200", "8xB200")
 CLUSTER_HELP = (
     "8xA100-40GB is one node of 8 devices, 16x8xH100-80GB are 16 nodes of 8, and 64xH100-80GB is one node of 64; a "
@@ -157,6 +156,7 @@ def _fit_answer(
 ) -> NamedAnswer:
     """The answer at the largest or smallest size that fits. Sizes are estimated, and not simulated."""
     from atorch.auto.plan_for_cluster import largest, plan_for, smallest_cluster
+    from atorch.auto.strategy import METHODS, Method
 
     _check_fit(what, source, wanted)
     if what == "seq":
@@ -169,7 +169,8 @@ def _fit_answer(
     if what == "devices":
         of_cluster = partial(plan_for, subject, verify=0, advise=False, **wanted)
         return _limit_answer(what, smallest_cluster(of_cluster, spec, MAX_DEVICES, _size_reporter("devices")))
-    whole = {**wanted, "excluded": sorted({*(wanted["excluded"] or ()), *IN_PARTS})}
+    in_parts = {name for name in METHODS if METHODS[name].in_parts is not Method.in_parts}
+    whole = {**wanted, "excluded": sorted(in_parts.union(wanted["excluded"] or ()))}
 
     def of_batch(size: int) -> ClusterPlan:
         return plan_for(subject, spec, verify=0, advise=False, **{**whole, "global_batch": size})

@@ -192,8 +192,8 @@ def _prefetch(value: Any) -> dict[str, Any]:
     _only("BACKWARD_PRE", "BACKWARD_POST", None, because="it is BACKWARD_PRE, BACKWARD_POST or None")(name)
     if name != "BACKWARD_PRE":
         logger.info(
-            "fsdp: backward_prefetch=%s computes the same numbers under FSDP2, which gathers the next block before the "
-            "current one's gradients are computed, and so holds one block more", name,
+            "fsdp: backward_prefetch=%s computes the same numbers under FSDP2. FSDP2 gathers the next block before it "
+            "computes the current one's gradients, so it holds one block more", name,
         )  # fmt: skip
     return {}
 

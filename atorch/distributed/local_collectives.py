@@ -1,18 +1,17 @@
 """Collectives of one process alone: a local mode among real processes, and a fake world of any size.
 
-In local mode, collectives send nothing and return results of the usual sizes. A process can thus try a step that may
-fail, such as by running out of memory, while no rank waits for it in a collective: nothing wakes a rank that waits in
-NCCL. This process's own values, repeated, replace what others would have sent: they are finite and plausible, but
-wrong, so discard all results.
+In local mode, collectives send nothing and return results of the usual sizes. So a process can try a step that may run
+out of memory, while no rank waits for it: nothing wakes a rank that waits in NCCL. This process's own values, repeated,
+replace what others would have sent. They are finite and plausible, but wrong, so discard all results.
 
 A fake world is a process group of torch's backend "fake": every collective completes at once. Fake tensors have shapes
 but no values, so a whole strategy can be applied and stepped for a cluster that does not exist. Real code fails on them
 in three ways, which `Pretending` handles:
 
-- it computes with numbers (an optimizer's step count, the sizes that DistributedDataParallel compares) and small
-  integer tensors (positions, masks): these stay real, as they cost little and models read them;
-- it reads values that do not exist: the answer is that of a successful step: equal, true, one;
-- it waits for collectives: on fakes they are complete, also as a future, which torch's own backend does not fill.
+- It computes with numbers (an optimizer's step count, the sizes that DistributedDataParallel compares) and small
+  integer tensors (positions, masks). These stay real: they cost little, and models read them.
+- It reads values that do not exist. It gets those of a successful step: equal, true, one.
+- It waits for collectives. On fakes they are complete, also as a future, which torch's own backend does not fill.
 
 torch has one default group per process: where a real one exists, simulation needs a process of its own.
 """
@@ -42,14 +41,14 @@ _OUTPUTS_FIRST = ("allgather", "_allgather", "reduce_scatter", "_reduce_scatter"
 
 def local_collectives() -> AbstractContextManager[Any]:
     """Make collectives on tensors send nothing inside, in this thread and in backward passes that it starts."""
-    return _Alone() if is_distributed() and not is_fake_world() else nullcontext()  # type: ignore[no-untyped-call]
+    return _LocalMode() if is_distributed() and not is_fake_world() else nullcontext()  # type: ignore[no-untyped-call]
 
 
 def are_collectives_local() -> bool:
-    return any(isinstance(mode, _Alone) for mode in _get_current_dispatch_mode_stack())
+    return any(isinstance(mode, _LocalMode) for mode in _get_current_dispatch_mode_stack())
 
 
-class _Alone(TorchDispatchMode):
+class _LocalMode(TorchDispatchMode):
     # A mode and no ContextVar: autograd's threads inherit the modes of the thread that called backward.
     supports_higher_order_operators = True
     num_seen = 0  # collectives called

@@ -149,8 +149,8 @@ class Originals(TorchDispatchMode):
         if name is not None and (is_for_gradient or any(other is tensor for other in written)):
             self._fault = self._fault or OriginalReachedError(
                 f"{self._user()} reaches {name} of the model itself, by a global variable or a class attribute. Passes "
-                "are traced and strategies tried on copies of the model, which follow its attributes, closures and "
-                "default arguments, but no name that is looked up in a run: keep what is reached as an attribute of "
+                "are traced and strategies tried on copies of the model. Copies follow attributes, closures and "
+                "default arguments, but no name that is looked up in a run. Keep what is reached as an attribute of "
                 "the module that uses it, or give a load_strategy that runs nothing beforehand, such as ddp or fsdp"
             )
             raise self._fault

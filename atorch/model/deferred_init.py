@@ -36,8 +36,8 @@ Fill = Callable[[nn.Module], Any]
 """Writes values to a module's parameters and buffers."""
 
 ADVICE = (
-    "Give auto_accelerate a param_init_fn that fills a module's own parameters and buffers, make buffers on a real "
-    "device, or give empty_init=True and load a checkpoint before the first step"
+    "Give auto_accelerate a param_init_fn that fills a module's own parameters and buffers, or make buffers on a real "
+    "device. Or give empty_init=True, and load a checkpoint before the first step"
 )
 
 

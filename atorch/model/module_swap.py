@@ -73,7 +73,7 @@ def swap_modules(model: nn.Module, choose: Choose) -> list[Swap]:
             if not places:
                 raise StrategyError(
                     f"the model itself, a {type(module).__name__}, was to be replaced by a "
-                    f"{type(replacement).__name__}; whoever holds the model would keep the old one. Use the "
+                    f"{type(replacement).__name__}; references to the model would keep the old one. Use the "
                     "replacement in its stead, or put the model inside another module"
                 )
             _hand_over(model, names[0], module, replacement, undo)

@@ -1,6 +1,6 @@
 """The structure of a model: its repeated blocks, its modules by class or name, and those that depend on positions.
 
-Sharding, checkpointing and compiling all work block by block, on any model: a block is one of several siblings of one
+Sharding, checkpointing and compiling all work block by block, on any model. A block is one of several siblings of one
 class in a container, such as the layers of a transformer. Pipelines are cut between units, which are the blocks and
 other modules with parameters.
 
@@ -91,10 +91,10 @@ def shorten(model: nn.Module, repeats: int) -> None:
     container: Any = model.get_submodule(name)
     before = len(container)
     del container[repeats:]
-    tell_depth(model, before, repeats)
+    set_depth(model, before, repeats)
 
 
-def tell_depth(model: nn.Module, before: int, repeats: int) -> None:
+def set_depth(model: nn.Module, before: int, repeats: int) -> None:
     """Set depth attributes of a model and its configuration from `before` to `repeats`."""
     for module in model.modules():
         for owner in (module, getattr(module, "config", None)):

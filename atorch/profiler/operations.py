@@ -1,7 +1,7 @@
 """Classifies aten operations for the planner: products with a weight, attention, and a few other kinds.
 
-Operations are recorded below autograd, where `nn.Linear`, `einsum`, `Conv1D` and `@` are a few kinds of products, and
-scaled dot-product attention is one fused operation or products of activations (torch's own FLOP counter misses the CPU
+Operations are recorded below autograd, where `nn.Linear`, `einsum`, `Conv1D` and `@` are a few kinds of products.
+Scaled dot-product attention is one fused operation or products of activations (torch's own FLOP counter misses the CPU
 kernel). FLOPs count a multiply-add as two.
 """
 

@@ -2,7 +2,7 @@
 
 A model in fp32 is also traced under `half` and autocast, since a pass in fp32 does not show what stays in fp32 there.
 
-The model itself is never run or changed: its structure is copied with fake tensors, so a model on the meta device costs
+The model itself is never run or changed. Its structure is copied with fake tensors, so a model on the meta device costs
 no memory and a real one no time. Of structurally equal blocks one is copied and run. `recording` records operations,
 `dataflow` derives the products that tensor parallelism can split, `segments` sums up. A model whose control flow
 depends on values cannot run on fake tensors; a copy-on-write copy of it then runs for real.
@@ -202,7 +202,7 @@ def _in_16_bits(job: _Job, groups: Sequence[Sequence[str]]) -> Recorder | None:
         with muted("torch._subclasses.fake_tensor"):
             return _on_fakes(job, groups)
     except Exception as error:  # a user's model may fail in any way in 16 bits
-        logger.info("what %s takes is reckoned from fp32, as the model fails there: %s", job.numbers, error)
+        logger.info("the memory and time of %s are derived from fp32, as the model fails there: %s", job.numbers, error)
         return None
 
 

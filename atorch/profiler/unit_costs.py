@@ -47,7 +47,7 @@ def unit_costs(
     Args:
         sample_batch: the batch of `call_model(model, batch)` and `loss_func(batch, output)`, on any device.
         fold: applies the strategy to the cost of plain training, including micro-batches; None: plain training.
-        parts: the units by name; None: those of `blocks.units`.
+        parts: the units by name; None: those of `model.structure.units`.
 
     Raises:
         ArgumentError: the model has no parameters, cannot be copied, or is on the meta device and cannot run on fakes.

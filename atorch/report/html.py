@@ -180,7 +180,7 @@ def _memory_chart(plan: PlanData, shown: Sequence[tuple[str, PlanData]], bars: B
     near = Bars.of([held(entry["estimate"]["memory"]) for _, entry in shown], format_bytes, bars.limits)
     more = reserved(plan["estimate"]["memory"])
     caption = f"The line is what a device has, {has}; the dashed one, what may be used of it."
-    caption += f" Beside what tensors of the chosen one hold, {more}." if more else ""
+    caption += f" In addition to the tensors of the chosen one, {more}." if more else ""
     caption += f" {_legend(near)}"
     return replace(near, names=bars.names).chart(_of_each(shown, "memory", held), caption)
 

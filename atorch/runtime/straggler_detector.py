@@ -173,14 +173,14 @@ class StragglerDetector(ExitStack):
         self._num_steps += 1
         self._mark(DATA, True)
         if self._num_steps % self._every == 0:
-            self._tell()
+            self._send_report()
             self._mark(DATA, True)
         elif self._num_steps > 1:
             return
         self._began = self._open[1]
         self._spans.clear()
 
-    def _tell(self) -> None:
+    def _send_report(self) -> None:
         """Gather the measured times of all processes, a few numbers of each, and report them on rank 0."""
         num_measured = self._every - (self._num_steps == self._every)
         timers = [[(self._began, self._open[1])], *(self._spans[part] for part in PARTS)]

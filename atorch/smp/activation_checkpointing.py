@@ -36,7 +36,7 @@ class PartitionMap(NamedTuple):
     is_here: bool
 
 
-def tell_places(part: nn.Module, partition_of: Mapping[str, int]) -> None:
+def record_places(part: nn.Module, partition_of: Mapping[str, int]) -> None:
     """Record in the modules of a stage's model, made by `cut`, the partitions of their units, given by name."""
     for name, partition in partition_of.items():
         unit = part.get_submodule(name)

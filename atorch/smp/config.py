@@ -93,7 +93,7 @@ class Config(Section):
     optimize: Literal["memory", "speed"] = Field("memory", description="what automatic partitioning balances first")
     placement_strategy: Placement = Field(
         "cluster",
-        description="the order in which ranks are dealt out: `D`, `P` and `T` in any order, the last letter varies "
+        description="the order in which ranks are assigned: `D`, `P` and `T` in any order, the last letter varies "
         "fastest; `cluster` is `DPT`, `spread` is `TPD`",
     )
     auto_partition: bool = Field(True, description="partition by cost; if False, by `smp.partition`")
@@ -275,7 +275,7 @@ def _flat(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, str]]
             continue
         for name in inner:
             if name not in (key, *beside):
-                raise ArgumentError(f"{place} has {shown(name)} beside {key!r}; write all keys there")
+                raise ArgumentError(f"{place} has {shown(name)} next to {key!r}; write all keys there")
         if not inner.get("enabled", True):
             raise ArgumentError(f"{place}.enabled is {inner['enabled']!r}, and smp.init was called; give True")
         place, inner = f"{place}.{key}", inner.get(key, {})

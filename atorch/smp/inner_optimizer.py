@@ -246,7 +246,7 @@ class Fused(Optimizer):
             say_once(f"{name} steps by torch's operations where processes share parameters")
         elif (kernel := _apex(self._kernel)) is None:
             say_once(
-                f"{name} steps by torch's operations, which is right and slower than apex's kernel: "
+                f"{name} steps by torch's operations, which is right and slower than apex's kernel. "
                 "apex is not installed, or without its CUDA extensions (build NVIDIA's from its repository)",
                 logging.WARNING,
             )

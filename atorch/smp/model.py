@@ -266,7 +266,7 @@ class DistributedModel(LocalParts):
         self._need_partition("local_state_dict")
         meet("model.local_state_dict()", is_whole=False, states=False)
         state = states.whole_over_shards(self.own_state())
-        return {**state, PARTIAL: True, CUTS: self.split.told(state)}
+        return {**state, PARTIAL: True, CUTS: self.split.own_rows(state)}
 
     def state_dict(self, *args: Any, gather_to_rank0: bool = False, **kwargs: Any) -> Any:
         """The state dict of the whole model, on all processes that hold parts of one replica.

@@ -83,7 +83,7 @@ class ScaledApart:
             smallest = min(gradients, key=Tensor.numel)
             self._seen = smallest, smallest._version, smallest.clone()
 
-    def tell(self) -> None:
+    def warn(self) -> None:
         """Warn if the recorded gradient has changed since `look`."""
         if self._seen is None:
             return
@@ -94,8 +94,8 @@ class ScaledApart:
         self._was_told = True
         logger.warning(
             "gradients were changed between the step and optimizer.step(). Where that was "
-            "torch.nn.utils.clip_grad_norm_, it took the norm of this process's part of the model alone: call "
-            "optimizer.clip_master_grads(max_norm), in any precision, which takes the norm of the whole model",
+            "torch.nn.utils.clip_grad_norm_, it took the norm of this process's part of the model alone. Call "
+            "optimizer.clip_master_grads(max_norm), in any precision: it takes the norm of the whole model",
             extra=OF_THIS_RANK,
         )
 
@@ -238,7 +238,7 @@ class DistributedOptimizer(WrappedOptimizer):
             ArgumentError: a closure is given, which cannot run the parts of the model on other processes.
         """
         self._refuse(closure)
-        self._scaled_apart.tell()
+        self._scaled_apart.warn()
         config = session().config
         if config.sharded_data_parallel_degree > 1 and config.sdp_gradient_clipping:
             self.clip_master_grads(config.sdp_gradient_clipping)
@@ -304,7 +304,7 @@ class DistributedOptimizer(WrappedOptimizer):
 
     def _partial_state(self) -> OptimizerState:
         named = self._named_state()
-        return {**named, PARTIAL: True, CUTS: self._model.split.told(named["state"])}
+        return {**named, PARTIAL: True, CUTS: self._model.split.own_rows(named["state"])}
 
     def _named_state(self) -> OptimizerState:
         """The local state, by parameter names."""

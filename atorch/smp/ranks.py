@@ -114,36 +114,36 @@ def local_size() -> int:
     return size() if variable is None else int(variable[1])
 
 
-def _door(name: str, asks: Callable[[CommGroup], T], kind: CommGroup, doc: str) -> Callable[[], T]:
+def _query(name: str, asks: Callable[[CommGroup], T], kind: CommGroup, doc: str) -> Callable[[], T]:
     """The documented function `name`: `asks` for one kind of group."""
 
-    def door() -> T:
+    def query() -> T:
         return asks(kind)
 
-    door.__name__ = door.__qualname__ = name
-    door.__doc__ = doc
-    return door
+    query.__name__ = query.__qualname__ = name
+    query.__doc__ = doc
+    return query
 
 
-def _doors(
+def _queries_of(
     kind: CommGroup, who: str
 ) -> tuple[Callable[[], int], Callable[[], int], Callable[[], list[int]], Callable[[], dist.ProcessGroup]]:
     """A kind's documented functions: this process's rank in the group, its size, its ranks, and the process group."""
     of = kind.value
     return (
-        _door(f"{of}_rank", _rank, kind, f"This process's number among those that {who}."),
-        _door(f"{of}_size", _size, kind, f"The number of processes that {who}."),
-        _door(f"get_{of}_group", ranks_of, kind, f"The ranks that {who}."),
-        _door(f"get_{of}_process_group", process_group, kind, f"The group of the processes that {who}."),
+        _query(f"{of}_rank", _rank, kind, f"This process's number among those that {who}."),
+        _query(f"{of}_size", _size, kind, f"The number of processes that {who}."),
+        _query(f"get_{of}_group", ranks_of, kind, f"The ranks that {who}."),
+        _query(f"get_{of}_process_group", process_group, kind, f"The group of the processes that {who}."),
     )
 
 
-mp_rank, mp_size, get_mp_group, get_mp_process_group = _doors(MP_GROUP, "hold one model")
-dp_rank, dp_size, get_dp_group, get_dp_process_group = _doors(DP_GROUP, "see different samples")
-pp_rank, pp_size, get_pp_group, get_pp_process_group = _doors(PP_GROUP, "hold the stages of one model")
-tp_rank, tp_size, get_tp_group, get_tp_process_group = _doors(TP_GROUP, "split the same tensors")
-rdp_rank, rdp_size, get_rdp_group, get_rdp_process_group = _doors(RDP_GROUP, "hold the same parameters")
-_, _, get_world_group, get_world_process_group = _doors(WORLD, "there are")
+mp_rank, mp_size, get_mp_group, get_mp_process_group = _queries_of(MP_GROUP, "hold one model")
+dp_rank, dp_size, get_dp_group, get_dp_process_group = _queries_of(DP_GROUP, "see different samples")
+pp_rank, pp_size, get_pp_group, get_pp_process_group = _queries_of(PP_GROUP, "hold the stages of one model")
+tp_rank, tp_size, get_tp_group, get_tp_process_group = _queries_of(TP_GROUP, "split the same tensors")
+rdp_rank, rdp_size, get_rdp_group, get_rdp_process_group = _queries_of(RDP_GROUP, "hold the same parameters")
+_, _, get_world_group, get_world_process_group = _queries_of(WORLD, "there are")
 
 
 def barrier(group: CommGroup = WORLD) -> None:

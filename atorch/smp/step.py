@@ -30,7 +30,7 @@ from atorch.runtime.pipeline.capture.stage_dataflow import Reads, Route, route_o
 from atorch.runtime.pipeline.engine import Engine
 from atorch.runtime.pipeline.stage import cut, holders
 from atorch.runtime.pipeline.stage_placement import PlacedSchedule, Ties, by_torch
-from atorch.smp.activation_checkpointing import tell_places
+from atorch.smp.activation_checkpointing import record_places
 from atorch.smp.config import Config
 from atorch.smp.model import DistributedModel
 from atorch.smp.model_creation import delayed_values, fill
@@ -99,7 +99,7 @@ def _model(owner: Session) -> DistributedModel:
     if model.runner is not None and model.runner.ended_by is not None:
         raise ArgumentError(model.runner.ended_by)
     if model.in_a_step:
-        raise ArgumentError("a function with @smp.step was called inside of another; call it beside that")
+        raise ArgumentError("a function with @smp.step was called inside another; call it outside")
     return model
 
 
@@ -153,7 +153,7 @@ def partition(owner: Session, model: DistributedModel, function: Function, sampl
         local_stages = [stage for stage, place in enumerate(division.places) if place == mesh.rank("pipeline")]
         parts = cut(whole, units, route, division.starts, local_stages, owner.device, shares=True)
         for part in parts:
-            tell_places(part, division.partition_of)
+            record_places(part, division.partition_of)
     fill(parts, owner.device, values)
     for part in parts:
         part.to(owner.device)

@@ -7,9 +7,10 @@ Source: Polyak and Juditsky, Acceleration of Stochastic Approximation by Averagi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import ClassVar
 
 import torch
 from pydantic import Field
@@ -22,6 +23,8 @@ from atorch.cost import Cost
 @method("ema", phase=Phase.STEP)
 class Ema(Method):
     """Average the weights over the last `1 / (1 - decay)` steps or so."""
+
+    exclusions: ClassVar[Mapping[str, str]] = {"chunk": "it moves parameters away between passes; use fsdp with ema"}
 
     decay: float = Field(default=0.99, gt=0, lt=1)
     """The share of the average that stays at each step."""

@@ -81,6 +81,15 @@ def test_too_long_a_file_is_refused_unread(tmp_path: Path) -> None:
         read_bytes(path, KIND)
 
 
+def test_files_are_read_and_written_where_the_system_lacks_the_flags_of_posix(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for flag in ("O_NONBLOCK", "O_NOFOLLOW", "O_CLOEXEC", "O_DIRECTORY", "O_NOCTTY"):
+        monkeypatch.delattr(os, flag)
+    write(tmp_path / "note", "a", KIND)
+    assert read_bytes(tmp_path / "note", KIND) == b"a"
+
+
 def test_what_the_system_makes_up_can_be_read() -> None:
     assert read_bytes("/proc/self/comm", KIND)  # whose size is 0
 

@@ -114,5 +114,5 @@ def test_a_calibration_that_cannot_be_read_is_told_and_begun_anew(
     path = tmp_path / "given.json"
     make(path)
     assert Calibration(path, {}).read() == ()
-    assert "given.json is ignored and begun anew" in caplog.text
+    assert "given.json is ignored, and a new one begun" in caplog.text
     assert Calibration.of(str(path), cluster(), {}) is not None

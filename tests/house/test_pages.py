@@ -15,6 +15,8 @@ from typer.main import get_command
 import atorch
 import atorch.smp as smp
 from atorch.auto.accelerate import auto_accelerate
+from atorch.auto.arguments import CallOptions
+from atorch.auto.job import Job
 from atorch.auto.plan_for_cluster import plan_for
 from atorch.auto.planner.plan import Why
 from atorch.auto.strategy import METHODS, RECIPES, Strategy
@@ -77,6 +79,15 @@ def test_the_defaults_of_plan_are_those_of_the_code() -> None:
     for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
         if default is not None and argument.arg in parameters:
             assert ast.literal_eval(default) == parameters[argument.arg].default, argument.arg
+
+
+def test_the_signature_of_auto_accelerate_is_that_of_the_models_which_check_it() -> None:
+    fields = {**Job.model_fields, **CallOptions.model_fields}
+    parameters = inspect.signature(auto_accelerate).parameters
+    assert fields.keys() == parameters.keys() - {"kargs"}
+    for name, field in fields.items():
+        default = field.get_default(call_default_factory=True)
+        assert field.is_required() or parameters[name].default == (None if default == {} else default), name
 
 
 def test_arguments_of_smp_are_in_docstrings_or_the_table() -> None:

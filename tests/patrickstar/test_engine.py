@@ -287,7 +287,7 @@ def test_what_is_no_loss_a_closure_and_bad_models_and_configurations_are_told() 
             model.backward(loss)
     with pytest.raises(ArgumentError, match="closure"):
         optimizer.step(lambda: 1.0)
-    with pytest.raises(ArgumentError, match="or a client beside the module"):
+    with pytest.raises(ArgumentError, match="or a client with the module"):
         initialize_engine(make(), 0)
     old = make()
     with pytest.raises(ArgumentError, match="made before model_func was called"):

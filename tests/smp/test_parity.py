@@ -114,7 +114,7 @@ def test_clipping_is_plain_trainings(pool: Pool, degrees: str, call: str, how: f
 def test_torchs_own_clipping_of_a_part_is_told_once(pool: Pool, degrees: str) -> None:
     for _, told in pool.run(clipped, "cnn", DEGREES[degrees][1], "torch's", 2.0):
         (said,) = (each for each in told if "clip_grad_norm_" in each)
-        assert "call optimizer.clip_master_grads(max_norm)" in said
+        assert "Call optimizer.clip_master_grads(max_norm)" in said
 
 
 def test_without_a_limit_the_norm_is_told() -> None:

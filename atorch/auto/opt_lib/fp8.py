@@ -146,7 +146,7 @@ class Fp8(Method):
                 group=group,
                 fsdp_float8_all_gather=self.fsdp_float8_all_gather is not False and self._why_no_gather(ctx) is None,
             )
-            self._tell(type(part).__name__, report)
+            self._log_report(type(part).__name__, report)
         return ctx
 
     def _why_no_gather(self, ctx: Context) -> str | None:
@@ -160,11 +160,11 @@ class Fp8(Method):
         if sharding is None or sharding.engine:
             return "without fsdp or zero2 (by its fsdp backend), which gather weights"
         if not isinstance(sharding.reshard_after_forward, bool | None):
-            return f"beside {sharding.name}'s reshard_after_forward={sharding.reshard_after_forward}, which keeps parts"
+            return f"with {sharding.name}'s reshard_after_forward={sharding.reshard_after_forward}, which keeps parts"
         if sharding.cpu_offload or (offload is not None and offload.parameters):
-            return "beside parameters in host memory, which are sent in their own dtype"
+            return "with parameters in host memory, which are sent in their own dtype"
         if ctx.find_unused_parameters:
-            return "beside find_unused_parameters=True, for which zeros in 8 bits would stand in as gradients"
+            return "with find_unused_parameters=True, for which zeros in 8 bits would stand in as gradients"
         return None
 
     def _suitable_backend(self, ctx: Context) -> Backend:
@@ -178,7 +178,7 @@ class Fp8(Method):
             raise StrategyError(f'fp8 was given backend "te" with {reason}; use backend="torchao", or leave it out')
         return "torchao" if self.backend == "auto" else self.backend
 
-    def _tell(self, model: str, report: Fp8Report) -> None:
+    def _log_report(self, model: str, report: Fp8Report) -> None:
         reasons = "; ".join(map(str, report.left))
         if not report.converted:
             raise StrategyError(

@@ -48,7 +48,7 @@ from atorch.runtime.data_parallel.gradient_sync import Reduction
 from atorch.runtime.loss.reduction import LossWeight, Rule, any_processes, tolerance_of
 from atorch.runtime.loss.reduction_probe import Look, kind_of, losses_of
 from atorch.runtime.loss.rescaling import RankWeight, by_kind, weighted
-from atorch.runtime.memory.deferred_output import Apart, Deferred, deposit_loss, gradients_apart
+from atorch.runtime.memory.deferred_output import Deferred, SeparateGradients, deposit_loss, separate_gradients
 
 Size = int | Literal["auto"]
 _Call = tuple[Any, tuple[Any, ...], dict[str, Any]]  # (batch, the model's positional and keyword arguments)
@@ -86,7 +86,7 @@ class MicroBatched:
         self._switch = _Switch()
         self._reduction = Reduction(model, each=reduce == "each")
         self._parameters = list(model.parameters())  # listed now, as FSDP2 shows others while unsharded
-        self._apart = Apart(self._parameters, [self._reduction])
+        self._apart = SeparateGradients(self._parameters, [self._reduction])
         # The optimizer creates its state in the first step, so the second step tries again. CPUs raise no such error.
         self._trials = 2 if self._size == "auto" and torch.accelerator.is_available() else 0
         override(model, "__call__", _deferring, self._switch)
@@ -186,7 +186,7 @@ class MicroBatched:
         reused = self._reduction.reuses_gradients
         alone: AbstractContextManager[Any] = nullcontext() if self._reduction.keeps_gathered else local_collectives()
         try:
-            with preserved_state(model), gradients_apart(self._parameters, reused=reused), alone:
+            with preserved_state(model), separate_gradients(self._parameters, reused=reused), alone:
                 for start in starts:
                     with self._reduction.trial(last=start == starts[-1]):
                         self._forward_backward(model, take(call, start, min(start + size, rows), rows), 1.0)
@@ -322,7 +322,8 @@ class MicroBatch(Method):
                 'leave reduce at "once", or add fsdp'
             )
         is_searched = self.size == "auto" and self.count is None
-        if is_searched and "chunk" in ctx.strategy.names() and is_distributed() and ctx.device.type == "cuda":
+        moved = any(other.places_states for other in ctx.strategy)
+        if is_searched and moved and is_distributed() and ctx.device.type == "cuda":
             raise StrategyError(
                 'micro_batch was given size="auto" with chunks on several processes: one that runs out of memory '
                 "alone would leave the others in a collective; give a size or a count"

@@ -252,7 +252,7 @@ class ModuleReplace(Method):
             for name in self._chosen():
                 report = self._replace(name, part, ctx.device, dtype)
                 replaced += len(report.swapped)
-                self._tell(name, report)
+                self._log_report(name, report)
         if not replaced:
             logger.warning(
                 "module_replace replaced nothing in %s", ", ".join(type(part).__name__ for part in ctx.parts)
@@ -272,7 +272,7 @@ class ModuleReplace(Method):
             )
         return replacement.replace(part, device, (self.pairs or {}).get(name) or {})
 
-    def _tell(self, name: str, report: SwapReport) -> None:
+    def _log_report(self, name: str, report: SwapReport) -> None:
         if self.verbose:
             for line in (*report.swapped, *report.kept):
                 logger.info("module_replace %s: %s", name, line)

@@ -113,7 +113,7 @@ class Offload(Method):
                 num_offloaded(self.activations, sum(len(repeated_blocks(part)) for part in ctx.parts))
             except ArgumentError as error:
                 raise StrategyError(f"offload: {error}") from None
-        if self.parameters and "fsdp" not in strategy.names():
+        if not {*self.needs} <= {*strategy.names()}:
             raise StrategyError(
                 f"offload was given parameters {self.parameters:g}, but only parameters that fsdp gathers as they are "
                 "used can wait in host memory; add fsdp, or take chunk, which fetches them on a single process too"

@@ -15,7 +15,7 @@ from typing_extensions import Self
 
 from atorch.auto.context import Context
 from atorch.auto.opt_lib.fsdp import Fsdp
-from atorch.auto.opt_lib.shared.backends import check, deepspeed, fairscale_gradients, named
+from atorch.auto.opt_lib.shared.backends import check, deepspeed, fairscale_gradients, named, needed_optimizer
 from atorch.auto.opt_lib.shared.model_requirements import need_dense_gradients
 from atorch.auto.opt_lib.shared.optimizer_compatibility import need_same, replicas
 from atorch.auto.strategy.method import Phase, method
@@ -75,6 +75,7 @@ class Zero2(Fsdp):
         if self.backend == "fsdp":
             super().check(ctx)
         else:
+            needed_optimizer(ctx, self.name)
             check(ctx, self.name, self.backend)
             need_dense_gradients(ctx, self.name)
 

@@ -1,7 +1,7 @@
 """Best-first search for the fastest composition that fits: the branch with the smallest bound is opened next.
 
 This is A* over the tree of compositions with an admissible heuristic (Hart, Nilsson and Raphael 1968, "A Formal Basis
-for the Heuristic Determination of Minimum Cost Paths"): once no open branch has a bound below the best result, nothing
+for the Heuristic Determination of Minimum Cost Paths"). Once no open branch has a bound below the best result, nothing
 better is left. Branches that tie with the best are then opened if they may be simpler. Branches that cannot fit are put
 aside, and opened only if nothing fits.
 """

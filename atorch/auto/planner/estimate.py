@@ -24,7 +24,7 @@ from atorch.auto.strategy import Method, Strategy
 from atorch.cluster.spec import ClusterSpec
 from atorch.cost import Cost, ModelProfile, StepTime, StepTimes, peak_memory
 from atorch.cost.memory import RESERVE, memory_band
-from atorch.cost.parallelism import BATCH_AXES
+from atorch.cost.parallelism import BATCH_AXES, REPLICA_AXES
 from atorch.cost.uncertainty import KINDS, Shares, Uncertainty
 from atorch.errors import StrategyError
 from atorch.report.figures import shown_work
@@ -255,9 +255,15 @@ def fastest_mesh(strategy: Strategy, profile: ModelProfile, start: Cost, cluster
 
 
 def on_mesh(strategy: Strategy, mode: ParallelMode, world_size: int) -> Strategy:
-    """The complete strategy on a mesh, without methods that split over axes that the mesh lacks."""
+    """The complete strategy on a mesh, without methods that have nothing to split over or to shard there."""
     large = {name for name, size in mode.slices if size > 1}
-    kept = tuple(method for method in strategy if not method.splits or large.intersection(method.splits))
+
+    def is_idle(method: Method) -> bool:
+        if method.slot == SLOT:
+            return method.needs_replicas and large.isdisjoint(REPLICA_AXES)
+        return bool(method.splits) and large.isdisjoint(method.splits)
+
+    kept = tuple(method for method in strategy if not is_idle(method))
     return complete(Strategy((*kept, mode), strategy.metadata), world_size)
 
 

@@ -26,7 +26,7 @@ from atorch.auto.planner.dry_runs.time_budget import DEFAULT_STEPS, Calibration,
 from atorch.auto.planner.dry_runs.trial import Feed, aside
 from atorch.auto.planner.estimate import usable_bytes
 from atorch.auto.planner.plan import Baseline, Measurement, Plan, Scored, json_data
-from atorch.auto.planner.ranking import Ranking, Told, Wanted, best_level, gain_of_half, methods_of
+from atorch.auto.planner.ranking import Ranking, RankingSummary, Wanted, best_level, gain_of_half, methods_of
 from atorch.auto.planner.request import names_in
 from atorch.auto.planner.space import MESH
 from atorch.auto.reference_step import ReferenceStep, plain_pass
@@ -92,29 +92,31 @@ def search(
         shown = search_progress(verbose=verbose)
     with preserved_rng(), quick_collections(), shown as show:
         feed = Feed(ctx)
-        crew = Coordinator(ctx.world)
+        coordinator = Coordinator(ctx.world)
         try:
             # Only numbers are broadcast, no strategies: a user's method may be of a class that cannot be pickled.
-            profile, start, cluster, sample = crew.run_on_rank0(
+            profile, start, cluster, sample = coordinator.run_on_rank0(
                 lambda: (*starting_point(ctx, feed), ctx.cluster, sample_of(ctx, feed))
             )
             ctx = replace(ctx, cluster=cluster, sample_batch=sample)
-            ranking = _ranked(crew, profile, start, cluster, wanted)
+            ranking = _ranked(coordinator, profile, start, cluster, wanted)
             _need_one_that_fits(ranking, ctx, profile, wanted)
             if verify or ctx.world.size > 1:
                 first = Feed(ctx, num_batches=1)
                 expected = plain_pass(ctx, ctx.world.size, lambda: first.batches(0, 1)[0])
                 unheld = ReferenceStep(why_not="verify=False was given", communicates=expected.communicates)
                 ctx = replace(ctx, plain_pass=expected if verify else unheld)
-            past = Past(job_of(start), crew.run_on_rank0(lambda: () if calibration is None else calibration.read()))
+            past = Past(
+                job_of(start), coordinator.run_on_rank0(lambda: () if calibration is None else calibration.read())
+            )
             with aside(ctx) as copied:
                 job = SearchJob(
-                    cluster=cluster, crew=crew, candidates=ranking.fitting, clock=clock,
+                    cluster=cluster, coordinator=coordinator, candidates=ranking.fitting, clock=clock,
                     epoch=lambda: feed.epoch, given=fixed, past=past,
                     starts=Starts(cluster.device.type, compiled_ops(profile), float(profile.param_bytes), past),
                 )  # fmt: skip
                 explorer = DryRunLoop(job, show if ctx.world.rank == 0 else None)
-                explorer.explore(DryRuns(copied, crew, feed))
+                explorer.explore(DryRuns(copied, coordinator, feed))
             if calibration is not None and ctx.world.rank == 0:
                 calibration.add(explorer.observations(search=secrets.token_hex(8)))
 
@@ -122,22 +124,24 @@ def search(
                 yield from kernel_notes(ctx)
                 yield from gain_of_half(taken, profile, start, cluster, wanted)
 
-            return _plan(ranking, explorer, wanted, float(crew.broadcast(clock.seconds)), ctx.plain_pass, more)
+            return _plan(ranking, explorer, wanted, float(coordinator.broadcast(clock.seconds)), ctx.plain_pass, more)
         finally:
-            crew.close()
+            coordinator.close()
 
 
-def _ranked(crew: Coordinator, profile: ModelProfile, start: Cost, cluster: ClusterSpec, wanted: Wanted) -> Ranking:
+def _ranked(
+    coordinator: Coordinator, profile: ModelProfile, start: Cost, cluster: ClusterSpec, wanted: Wanted
+) -> Ranking:
     """The compositions that fit, computed on rank 0 and broadcast."""
     rankings: list[Ranking] = []
 
-    def work() -> Told:
+    def work() -> RankingSummary:
         rankings.append(best_level(profile, start, cluster, wanted))
-        return Told.of(rankings[0])
+        return RankingSummary.of(rankings[0])
 
-    broadcast = crew.run_on_rank0(work)
+    broadcast = coordinator.run_on_rank0(work)
     methods = {} if rankings else methods_of(wanted.space(profile, cluster, wanted.levels[-1]))
-    for rank, unknown in enumerate(crew.gather([] if rankings else broadcast.unknown(methods))):
+    for rank, unknown in enumerate(coordinator.gather([] if rankings else broadcast.unknown(methods))):
         if unknown:
             raise StrategyError(
                 f"rank 0 may choose {unknown[0]}, which rank {rank} does not have; import the methods of other "
@@ -159,17 +163,17 @@ def dry_run(ctx: Context, strategy: Strategy) -> Measurement:
         StrategyError: the strategy fails on some rank; the rank and its error are named.
     """
     with preserved_rng(), quick_collections():
-        crew = Coordinator(ctx.world)
+        coordinator = Coordinator(ctx.world)
         feed = Feed(ctx)
-        ctx = replace(ctx, sample_batch=crew.run_on_rank0(lambda: sample_of(ctx, feed)))
+        ctx = replace(ctx, sample_batch=coordinator.run_on_rank0(lambda: sample_of(ctx, feed)))
         with aside(ctx) as copied:
-            trial = DryRuns(copied, crew, feed).trial(strategy, math.inf)
+            trial = DryRuns(copied, coordinator, feed).trial(strategy, math.inf)
             try:
                 outcome = measure(trial, math.inf, None)
             finally:
                 trial.close()
                 forget_compiled()
-                crew.close()
+                coordinator.close()
     if isinstance(outcome, Failure):
         raise StrategyError(f"the dry run of {strategy} failed: {outcome.reason}")
     return outcome
@@ -280,8 +284,8 @@ def _notes(explorer: DryRunLoop, chosen: int, wanted: Wanted) -> Iterator[str]:
     if chosen not in explorer.measured:
         expected, low, high = (format_seconds(explorer.step_s(chosen, deviations)) for deviations in (0.0, -1.28, 1.28))
         yield (
-            f"the choice is unmeasured, as a dry run of it was not worth its time, or there was none: a step is "
-            f"expected to take {expected} ({low} to {high} in four of five cases)"
+            f"the choice is unmeasured: a dry run of it was not worth its time, or there was none. A step is expected "
+            f"to take {expected} ({low} to {high} in four of five cases)"
         )
         logger.warning("%s is unmeasured: a step is expected to take %s", job.candidates[chosen].strategy, expected)
     if job.clock.limit is None:

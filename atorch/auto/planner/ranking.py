@@ -20,7 +20,7 @@ from atorch.auto.planner.candidate_table import TIE
 from atorch.auto.planner.estimate import estimate_of, needs, usable_bytes, usable_host_bytes
 from atorch.auto.planner.plan import Rejected, Scored
 from atorch.auto.planner.space import Space, compositions
-from atorch.auto.strategy import EXACTNESS, Exactness, Method, Phase, Strategy
+from atorch.auto.strategy import EXACTNESS, METHODS, Exactness, Method, Phase, Strategy
 from atorch.cluster.spec import ClusterSpec
 from atorch.cost import Cost, ModelProfile
 from atorch.distributed.mesh import BATCH_AXES
@@ -161,12 +161,12 @@ def gain_of_half(
     taken: Scored, profile: ModelProfile, start: Cost, cluster: ClusterSpec, wanted: Wanted
 ) -> Iterator[str]:
     """A note on the gain of 16-bit weights over a choice that trains under autocast, unless it is a tie."""
-    barred = {"half", "amp_native"}.intersection(wanted.excluded or (), wanted.included or ())
-    if wanted.precision not in (None, "autocast") or wanted.fixed is not None or barred:
+    named = {METHODS[name].exactness for name in (*(wanted.excluded or ()), *(wanted.included or ()))}
+    if wanted.precision not in (None, "autocast") or wanted.fixed is not None or named & {"autocast", "half"}:
         return
     space = wanted.space(profile, cluster, "half")
-    halves = (choice.method for level in space.levels if level.kind.name == "half" for choice in level.choices)
-    if "amp_native" not in taken.strategy.names() or (half := next(halves, None)) is None:
+    halves = (choice.method for level in space.levels if level.kind.exactness == "half" for choice in level.choices)
+    if not taken.strategy.uses("autocast") or (half := next(halves, None)) is None:
         return
     node = space.follow(taken.strategy.with_method(half).methods, start)
     if node is None:
@@ -178,7 +178,7 @@ def gain_of_half(
 
 
 @dataclass(frozen=True)
-class Told:
+class RankingSummary:
     """A ranking for the broadcast, with texts of methods in the place of strategies."""
 
     methods: tuple[str, ...]  # with their settings
@@ -186,7 +186,7 @@ class Told:
     entries: tuple[Scored | Rejected, ...]
 
     @classmethod
-    def of(cls, ranking: Ranking) -> Told:
+    def of(cls, ranking: Ranking) -> RankingSummary:
         """The data of a ranking for the other processes."""
         places: dict[str, int] = {}
         entries: tuple[Scored | Rejected, ...] = (*ranking.fitting, *ranking.rejected)

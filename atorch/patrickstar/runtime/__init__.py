@@ -66,7 +66,7 @@ def built(model_func: Callable[[], Any]) -> nn.Module:
     if isinstance(model_func, nn.Module):
         raise ArgumentError(
             f"model_func is a module, {type(model_func).__name__}; give the function that makes it, such as "
-            "`lambda: Model(...)`, or a client beside the module"
+            "`lambda: Model(...)`, or a client with the module"
         )
     if not callable(model_func):
         raise ArgumentError(

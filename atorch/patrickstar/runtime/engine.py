@@ -58,7 +58,7 @@ def look_up_on_host(module: nn.Module, dtype: torch.dtype) -> None:
     override(module, "forward", _on_host, dtype)
 
 
-def foresee_lookups(duplicate: nn.Module, names: Collection[str], dtype: torch.dtype) -> None:
+def zero_lookups(duplicate: nn.Module, names: Collection[str], dtype: torch.dtype) -> None:
     """Make these embeddings of a copy return zero rows without their table, which the device never holds."""
     for name in names:
         module: Any = duplicate.get_submodule(name)
@@ -114,8 +114,8 @@ class PatrickStarEngine(ClipsItself, Wrapper):
             use_adamw=self.config.optimizer.type == "AdamW",
             **adam,
         )
-        self._foresight = Foresight(model, DTYPE, client.device)
-        self._schedules = ScheduleCache(self._foresight, client.group)
+        self._tracer = PassTracer(model, DTYPE, client.device)
+        self._schedules = ScheduleCache(self._tracer, client.group)
         self._operations: Operations | None = None
         self._recorder: MemoryRecorder | None = None
         self._backward = ScaledBackward(self.optimizer.scale, self._phase, client.group)
@@ -213,8 +213,8 @@ class PatrickStarEngine(ClipsItself, Wrapper):
                 buffer.data = buffer.data.to(DTYPE)
         all_or_none(self._check_host)
         synchronise([*self.module.parameters(), *self.module.buffers()])
-        first, budget = self._foreseen(), min(gather_objects(client.budget_bytes))
-        on_host = self._foresight.on_host
+        first, budget = self._traced(), min(gather_objects(client.budget_bytes))
+        on_host = self._tracer.on_host
         prefetch = 1 if client.config.opts.with_async_move else 0
         self._operations = all_or_none(
             lambda: chunk(
@@ -239,15 +239,15 @@ class PatrickStarEngine(ClipsItself, Wrapper):
         self.optimizer.live_in(chunks, recorder.phase, self._backward)
         return recorder
 
-    def _foreseen(self) -> AccessTrace:
+    def _traced(self) -> AccessTrace:
         """Trace the first pass, and decide which embeddings stay on the host."""
         if self.config.use_cpu_embedding:
-            self._foresight.on_host = host_embeddings(self.module)
+            self._tracer.on_host = host_embeddings(self.module)
         first = self._schedules.first()
         used = {name for access in first.accesses for name in access.parameters}
-        elsewhere = {name for name in self._foresight.on_host if table_of(name) in used}
+        elsewhere = {name for name in self._tracer.on_host if table_of(name) in used}
         if elsewhere:  # such as a head that uses the table directly
-            self._foresight.on_host -= elsewhere
+            self._tracer.on_host -= elsewhere
             first = self._schedules.first()
         return first
 
@@ -272,7 +272,7 @@ class PatrickStarEngine(ClipsItself, Wrapper):
         return map_tensors(move, data)
 
 
-class Foresight:
+class PassTracer:
     """Traces passes of `model` in `dtype` on `device`, for batches `(args, kwargs)`, before they run."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
@@ -283,7 +283,7 @@ class Foresight:
         """Trace a pass on `batch`: on fake tensors, by default with few of the equal blocks, or in a real run."""
 
         def loss(duplicate: nn.Module, batch: Any) -> Tensor:
-            foresee_lookups(duplicate, self.on_host, self._dtype)
+            zero_lookups(duplicate, self.on_host, self._dtype)
             return _loss(duplicate, batch)
 
         return trace_pass(

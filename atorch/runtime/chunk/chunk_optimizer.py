@@ -227,8 +227,8 @@ class ChunkOptimizer(ShadowOptimizer):
         of_share = SHARE in state_dict
         if of_share and [*map(tuple, state_dict[SHARE])] != self._share_of_each():
             raise CheckpointError(
-                "the optimizer state is a process's share, and not of what this one has: another saved it, or another "
-                "number of them, or the chunks were others; load the whole state (full_state_dict)"
+                "the optimizer state is a process's share, and not of what this one has: it is of another process, of "
+                "another number of processes, or of other chunks. Load the whole state (full_state_dict)"
             )
         state: dict[Any, Any] = {}
         groups, position = [], 0
@@ -297,8 +297,8 @@ class ChunkOptimizer(ShadowOptimizer):
         if self._at_once or needs_closure(self.inner):
             raise ArgumentError(
                 f"{type(self).__name__}.step was given a closure, which {type(self.inner).__name__} may call in the "
-                "middle of its step, when what it has stepped is not in the chunks yet: compute the gradients before, "
-                "and call step() without it, or train with ddp or without chunk"
+                "middle of its step, when stepped values are not in the chunks yet. Compute the gradients before, and "
+                "call step() without it, or train with ddp or without chunk"
             )
         with torch.enable_grad():
             return closure()

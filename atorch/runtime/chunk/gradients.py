@@ -135,11 +135,11 @@ class GradientSink:
 
     def settle(self) -> None:
         """Wait until all gradients so far may be read."""
-        self._let_go()
+        self._release()
         self._transfer.settle()
 
     def _take(self, name: str, chunk: int, gradient: Tensor) -> None:
-        self._let_go()
+        self._release()
         memory = self._chunks.chunks[chunk]
         memory.accumulate(self._chunks.layout.slot_of[name], gradient, self._way(chunk))
         missing = self._missing.setdefault(chunk, {slot.name for slot in memory.spec.slots})
@@ -159,7 +159,7 @@ class GradientSink:
         if wait is not None:
             self._leaving.append((source, wait))
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         while self._leaving:
             _, wait = self._leaving.pop()
             wait()
@@ -258,7 +258,7 @@ class SharedGradients(GradientSink):
         if self._replicas is not None:
             dist.all_reduce(share, dist.ReduceOp.AVG, group=self._replicas)
         self._had[chunk] = set(memory.has_gradient)
-        self._let_go()
+        self._release()
         memory.accumulate_share(share, [slot.name for slot in memory.spec.slots], self._way(chunk))
 
     def _zeros(self, chunk: int) -> Tensor:
@@ -305,7 +305,7 @@ class EarlySteps:
             if self._settings != _settings(self._optimizer):
                 raise ArgumentError(
                     "the optimizer's settings changed between backward and its step, when chunk's step_in_backward had "
-                    "stepped by the earlier ones: call the scheduler after optim.step(), or leave out step_in_backward"
+                    "stepped by the earlier ones. Call the scheduler after optim.step(), or leave out step_in_backward"
                 )
         for memory in self._chunks:
             memory.is_stepped = False

@@ -160,8 +160,8 @@ class ChunkMemory:
         if self.is_stepped:
             raise ArgumentError(
                 f"{self.spec.slots[0].name} and its chunk were stepped in backward (chunk's step_in_backward), and "
-                "before optim.step() something looked at them: a second backward or forward pass, clipping, zero_grad, "
-                "p.grad or a parameter. The step cannot be undone: leave out step_in_backward"
+                "before optim.step() something used them. That is a second pass, clipping, zero_grad, or a read of "
+                "p.grad or of a parameter. The step cannot be undone: leave out step_in_backward"
             )
 
     def prepare(self) -> None:
@@ -170,7 +170,7 @@ class ChunkMemory:
         if self._overwritten and self.has_gradient:
             raise ArgumentError(
                 f"gradients of chunk {self.spec.index} take the place of its parameters, and another pass began "
-                "before they were stepped on or cleared: call optim.step() or optim.zero_grad() after every backward, "
+                "before they were stepped on or cleared. Call optim.step() or optim.zero_grad() after every backward, "
                 "or keep gradients in separate memory"
             )
         if self._overwritten:

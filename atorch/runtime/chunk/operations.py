@@ -280,7 +280,7 @@ class Operations(Owner):
         if any(alias._use_count() > 1 for alias in alive):
             raise ArgumentError(
                 f"{name}.data was assigned while a view of what it was is held (a slice, a transpose), which would "
-                "change with it: keep `parameter.data.clone()` and views of that, or `parameter.data.copy_(value)`"
+                "change with it. Keep `parameter.data.clone()` and views of that, or `parameter.data.copy_(value)`"
             )
         copy = alive[0].clone() if alive else None
         for alias in alive:
@@ -320,7 +320,7 @@ class Operations(Owner):
         memory, slot = self.chunks.chunks[parameter.home.chunk], self.chunks.layout.slot_of[parameter.home.name]
         if gradient is not None and self.chunks.num_shares > 1 and slot.name not in self.chunks.reduced:
             raise ArgumentError(
-                f"{slot.name}.grad was assigned, and no backward pass has reduced its gradients since the last step: "
+                f"{slot.name}.grad was assigned, and no backward pass has reduced its gradients since the last step. "
                 f"{self.chunks.num_shares} processes keep a part of it each, and would step on parts of their own. "
                 "Call loss.backward() in place of torch.autograd.grad, and edit .grad after it"
             )

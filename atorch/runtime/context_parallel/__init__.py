@@ -27,10 +27,10 @@ from torch import Tensor
 from atorch.errors import ArgumentError
 from atorch.runtime.context_parallel.load_balancing import (
     Attended,
-    Deal,
     PartialAttention,
     QueryKeyBlock,
     RingOrder,
+    TokenAssignment,
     accumulated,
     attend,
     gradients,
@@ -40,7 +40,7 @@ from atorch.runtime.gradients.backward import first_order
 from atorch.runtime.sequence_parallel import Ulysses
 from atorch.runtime.sequence_parallel.attention import Attend, AttentionCall
 
-__all__ = ["Deal", "RingExchange", "UlyssesRing", "ring_attention"]
+__all__ = ["TokenAssignment", "RingExchange", "UlyssesRing", "ring_attention"]
 
 
 class Ring:
@@ -84,16 +84,16 @@ def ring_attention(
     Args:
         query: (batch, heads, tokens, dim); key and value may have fewer heads, each for several query heads.
         mask: of the whole sequence on every rank, (…, 1 or queries, keys) as in `scaled_dot_product_attention`.
-        load_balance: slices have two pieces each, as in `Deal(size, balanced=True)`.
+        load_balance: slices have two pieces each, as in `TokenAssignment(size, balanced=True)`.
 
     Raises:
         ArgumentError: the mask has another size, needs a gradient, or comes with `is_causal`; or the numbers of
             causal queries and keys differ.
     """
     ring = Ring(group)
-    deal = Deal(ring.size, load_balance)
+    assignment = TokenAssignment(ring.size, load_balance)
     mask = checked(query, key, mask, is_causal, ring.size)
-    order = schedule(deal, ring.rank, query.shape[-2], key.shape[-2], mask, is_causal)
+    order = schedule(assignment, ring.rank, query.shape[-2], key.shape[-2], mask, is_causal)
     return attend_around(query, key, value, plan_of(ring, order, query, mask, scale, dropout_p))
 
 
@@ -259,10 +259,10 @@ class _Last(NamedTuple):
 
 
 class RingExchange:
-    """The ring exchange over the ranks of a group, each with the tokens that `Deal` assigns to it."""
+    """The ring exchange over the ranks of a group, each with the tokens that `TokenAssignment` assigns to it."""
 
     def __init__(self, group: dist.ProcessGroup, *, load_balance: bool) -> None:
-        self._ring, self._deal = Ring(group), Deal(group.size(), load_balance)
+        self._ring, self._deal = Ring(group), TokenAssignment(group.size(), load_balance)
         self._last: _Last | None = None
 
     def unfit(self, call: AttentionCall) -> str | None:

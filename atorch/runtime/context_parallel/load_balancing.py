@@ -22,7 +22,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Deal:
+class TokenAssignment:
     """The assignment of a sequence's tokens to `size` ranks."""
 
     size: int
@@ -68,36 +68,43 @@ RingOrder = Sequence[Sequence[QueryKeyBlock]]
 
 
 def schedule(
-    deal: Deal, rank: int, num_queries: int, num_keys: int, mask: Tensor | None = None, is_causal: bool = False
+    assignment: TokenAssignment,
+    rank: int,
+    num_queries: int,
+    num_keys: int,
+    mask: Tensor | None = None,
+    is_causal: bool = False,
 ) -> RingOrder:
     """The blocks of a rank, by hop; every rank has `num_queries` queries and `num_keys` keys.
 
     mask: of the full sequences, (…, 1 or size × num_queries, size × num_keys), in sequence order.
     """
-    sources = [(rank - hop) % deal.size for hop in range(deal.size)]
+    sources = [(rank - hop) % assignment.size for hop in range(assignment.size)]
     if mask is not None:
-        return [_masked(deal, rank, source, num_queries, num_keys, mask) for source in sources]
+        return [_masked(assignment, rank, source, num_queries, num_keys, mask) for source in sources]
     if is_causal:
-        return [_causal(deal, rank, source, num_queries) for source in sources]
+        return [_causal(assignment, rank, source, num_queries) for source in sources]
     return [[QueryKeyBlock(slice(0, num_queries), slice(0, num_keys))] for _ in sources]
 
 
-def _causal(deal: Deal, rank: int, source: int, length: int) -> list[QueryKeyBlock]:
+def _causal(assignment: TokenAssignment, rank: int, source: int, length: int) -> list[QueryKeyBlock]:
     """Blocks in which queries see earlier pieces of the sequence, and no later ones."""
     everything = slice(0, length)
     if source == rank:
         return [QueryKeyBlock(everything, everything, is_causal=True)]
-    if not deal.balanced:
+    if not assignment.balanced:
         return [QueryKeyBlock(everything, everything)] if source < rank else []
     front, back = slice(0, length // 2), slice(length // 2, length)
     return [QueryKeyBlock(everything, front)] if source < rank else [QueryKeyBlock(back, everything)]
 
 
-def _masked(deal: Deal, rank: int, source: int, num_queries: int, num_keys: int, mask: Tensor) -> list[QueryKeyBlock]:
+def _masked(
+    assignment: TokenAssignment, rank: int, source: int, num_queries: int, num_keys: int, mask: Tensor
+) -> list[QueryKeyBlock]:
     """Blocks by pieces: fully masked ones are skipped, and fully visible ones carry no mask."""
     blocks = []
-    for rows, mask_rows in _places(deal, rank, num_queries, mask, -2):
-        for columns, mask_columns in _places(deal, source, num_keys, mask, -1):
+    for rows, mask_rows in _places(assignment, rank, num_queries, mask, -2):
+        for columns, mask_columns in _places(assignment, source, num_keys, mask, -1):
             part = mask[..., mask_rows, mask_columns]
             is_bool = part.dtype is torch.bool
             if bool((part if is_bool else part == 0).all()):
@@ -107,14 +114,14 @@ def _masked(deal: Deal, rank: int, source: int, num_queries: int, num_keys: int,
     return blocks
 
 
-def _places(deal: Deal, rank: int, length: int, mask: Tensor, dim: int) -> list[tuple[slice, slice]]:
+def _places(assignment: TokenAssignment, rank: int, length: int, mask: Tensor, dim: int) -> list[tuple[slice, slice]]:
     """Slices of a rank's pieces among its own tokens and in the mask; one pair if the mask is constant along `dim`."""
     if mask.shape[dim] == 1 or mask.stride(dim) == 0:
         return [(slice(0, length), slice(0, 1))]
-    piece = length // deal.pieces_each
+    piece = length // assignment.pieces_each
     return [
         (slice(place * piece, (place + 1) * piece), slice(number * piece, (number + 1) * piece))
-        for place, number in enumerate(deal.pieces(rank))
+        for place, number in enumerate(assignment.pieces(rank))
     ]
 
 

@@ -108,8 +108,8 @@ def merge(pieces: Sequence[Any], weights: Sequence[float]) -> Any:
 LOOKS = 3  # compared passes: a loader that distributes batches by rank differs in the first
 FEW = 64  # compared elements of each tensor
 _DIFFERENT = (
-    "processes along %s compute one batch together, and were given different ones: take result.dataloader, "
-    "which deals batches out along the axes data and zero alone, or deal out yours so"
+    "processes along %s compute one batch together, and were given different ones. Take result.dataloader: it shares "
+    "samples out along the axes data and zero only. Or let your loader do so"
 )
 
 
@@ -178,7 +178,7 @@ def part_of(stream: IterableDataset[Any], rank: int, size: int) -> IterableDatas
         return None
     if num_shards < 1 or num_shards % size:
         logger.warning(
-            "the stream has %d shards, which do not divide over %d processes that see different samples: each of them "
+            "the stream has %d shards, which do not divide over %d processes that see different samples. Each of them "
             "reads all of it and keeps its own samples; make the shards a multiple of %d to read each once",
             num_shards, size, size,
         )  # fmt: skip

@@ -135,9 +135,9 @@ class Loader(DataLoader[Any]):
         is_same = state["order"] == self._order and (state["began"] is not None or self._order in ("epoch", "stream"))
         if state["given"] and not is_same:
             raise CheckpointError(
-                "the checkpoint was saved within an epoch whose samples came in another order, since a sampler of your "
-                "own, or a stream's parts, depend on the number of processes. Resume on as many processes, or from the "
-                "end of an epoch"
+                "the checkpoint was saved within an epoch whose samples came in another order: a sampler of your "
+                "own, or a stream's parts, depends on the number of processes. Resume on as many processes, or from "
+                "the end of an epoch"
             )
         if state["epoch"] != self._epoch:
             self.set_epoch(state["epoch"])

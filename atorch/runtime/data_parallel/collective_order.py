@@ -198,9 +198,9 @@ def _mismatch(steps: Sequence[str]) -> str:
     different = list(dict.fromkeys(steps))[:8]
     return (
         f"processes take different ways through the model: {'; '.join(different)}. Where parameters are sharded (fsdp, "
-        "zero2, chunk) all processes must run the same modules in the same order and leave the same parameters without "
-        "a gradient: draw what a branch depends on alike on all (one seed, or rank 0's value), or use ddp or zero1 "
-        "with find_unused_parameters=True"
+        "zero2, chunk), all processes must run the same modules in the same order, and leave the same parameters "
+        "without a gradient. Draw what a branch depends on alike on all (one seed, or rank 0's value), or use ddp or "
+        "zero1 with find_unused_parameters=True"
     )
 
 

@@ -166,7 +166,7 @@ class _Averaging:
         if self._replicas.find_unused_parameters and len(self._tasks) > 1:
             raise StrategyError(
                 "find_unused_parameters=True does not see what a reentrant checkpoint uses, which runs a backward pass "
-                "of its own: checkpoint with use_reentrant=False, or leave find_unused_parameters out"
+                "of its own. Checkpoint with use_reentrant=False, or leave find_unused_parameters out"
             )
         if parameter in self._arrived and not self._is_told:
             name = next(name for name, other in self._replicas.module.named_parameters() if other is parameter)

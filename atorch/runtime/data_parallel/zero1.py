@@ -237,7 +237,7 @@ class ShardedOptimizer(WrappedOptimizer):
         if missing or of_others:
             raise CheckpointError(
                 f"the optimizer state lacks parameters {[*missing, *of_others][:5]} of this rank's share, or has other "
-                "parts of them: it is another rank's, or was written on another number of ranks; load the whole state "
+                "parts of them. It is another rank's, or was written on another number of ranks. Load the whole state "
                 "(state_dict, which all ranks call)"
             )
         saved_state, rest = state_dict["state"], {k: v for k, v in state_dict.items() if k != SLICES}

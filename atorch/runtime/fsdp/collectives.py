@@ -4,9 +4,9 @@ A reduction contains the parameters of a group that have a gradient on this rank
 compare them at the end of backward. With `find_unused_parameters` FSDP2 fills missing gradients with zeros; those of
 parameters that no rank used are reset to None, which an optimizer skips.
 
-Weights of fp8 layers that ask for it are gathered in 8 bits, under the scales that the layers would take of the whole
-weights in the gathered dtype: results are the same, bit for bit. torchao makes such shards a subclass, which optimizers
-and checkpoints would meet. Here they stay plain tensors, which carry FSDP2's two extension methods as attributes.
+Weights of fp8 layers that ask for it are gathered in 8 bits. The scales are those of the whole weights in the dtype
+that would be gathered otherwise, so results are the same, bit for bit. torchao makes such shards a subclass, which
+optimizers and checkpoints would meet. Here they stay plain tensors with FSDP2's two extension methods as attributes.
 """
 
 from __future__ import annotations

@@ -122,8 +122,8 @@ class _Replaced(nn.Parameter):
         replaced = next((value for value in (*args, *(kwargs or {}).values()) if isinstance(value, cls)), None)
         name = "a parameter" if replaced is None else replaced.path
         raise ArgumentError(
-            f"{name} is sharded, and something computes with the tensor that it was before, which is trained no more: "
-            "a closure, a default argument, a list or a functools.partial holds it. Read it as an attribute of its "
+            f"{name} is sharded, and something computes with the tensor that it was before, which is trained no more. "
+            "A closure, a default argument, a list or a functools.partial holds it. Read it as an attribute of its "
             f"module where it is used, or keep it whole: atorch_ignored_cls=({name!r},)"
         )
 

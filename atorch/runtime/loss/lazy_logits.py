@@ -144,10 +144,10 @@ class LazyLogits(Tensor):
         origin = self._origin
         return self._written or (origin is not None and origin.is_view and origin.logits._was_written)
 
-    def _tell_written(self) -> None:
+    def _mark_written(self) -> None:
         self._written = True
         if self._origin is not None and self._origin.is_view:
-            self._origin.logits._tell_written()
+            self._origin.logits._mark_written()
 
 
 def lazy_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, chunk: int) -> Tensor:
@@ -304,7 +304,7 @@ def _whole_for(func: Callable[..., Any], is_written: bool, logits: LazyLogits) -
         )
     tensor = logits._as_whole()
     if is_written:
-        logits._tell_written()
+        logits._mark_written()
     return tensor
 
 

@@ -80,8 +80,8 @@ class Head:
         is_freed = not weight.untyped_storage().nbytes() and weight.numel()
         if is_freed or versions_of(self.product) != self.versions:
             raise ArgumentError(
-                "logits are read after the weight or the hidden states that they are computed of have changed, as an "
-                "optimizer's step changes them, or were freed, as fsdp frees groups that its arguments name. Read them "
+                "logits are read after the weight or the hidden states that they are computed of have changed or were "
+                "freed. An optimizer's step changes them; fsdp frees groups that its arguments name. Read the logits "
                 "before, or leave cross_entropy out"
             )
         return self.product

@@ -137,7 +137,7 @@ class LossWeight:
         )
         if fails or all(drops):
             raise StrategyError(
-                "micro_batch finds no weights that make the loss of a batch from those of its micro-batches: on this "
+                "micro_batch finds no weights that make the loss of a batch from those of its micro-batches. On this "
                 f"process two of them have {losses[0]:.7g} and {losses[1]:.7g}, the two as one {losses[2]:.7g}. Name "
                 "the rule with loss_weight; where the loss compares samples with one another, leave micro_batch out"
             )

@@ -37,7 +37,7 @@ class MicroBatchGradients(list[tuple[torch.Tensor, torch.Tensor]]):
 
 _MISUSE = (
     "the model's output is computed piece by piece inside loss_func, so it can only be given to loss_func(batch, "
-    "output), the one that was returned with the model. Read outputs inside your loss function, or call the model "
+    "output) of the same result. Read outputs inside your loss function, or call the model "
     "under torch.no_grad()"
 )
 
@@ -68,7 +68,7 @@ class Deferred:
 
 
 @contextmanager
-def gradients_apart(parameters: Sequence[torch.Tensor], *, reused: bool = False) -> Iterator[MicroBatchGradients]:
+def separate_gradients(parameters: Sequence[torch.Tensor], *, reused: bool = False) -> Iterator[MicroBatchGradients]:
     """Inside, every `.grad` starts as None. Afterwards `.grad` is restored, and the list has the gradients from inside.
 
     If the body raises, its gradients are dropped. `reused`: the body overwrites the memory of earlier gradients.
@@ -90,7 +90,7 @@ def gradients_apart(parameters: Sequence[torch.Tensor], *, reused: bool = False)
             parameter.grad = gradient
 
 
-class Apart:
+class SeparateGradients:
     """The gradients of successive calls, separate from `.grad` until the loss of each call hands them over."""
 
     def __init__(self, parameters: Sequence[torch.Tensor], reductions: Sequence[Reduction]) -> None:
@@ -101,7 +101,7 @@ class Apart:
 
     @contextmanager
     def gradients(self) -> Iterator[MicroBatchGradients]:
-        """As `gradients_apart`; also empties the reductions' buckets, and recovers the reductions on an error."""
+        """As `separate_gradients`; also empties the reductions' buckets, and recovers the reductions on an error."""
         postpone(self._parameters, lambda hook, parameter: None)  # until `deposit`
         reused = any(reduction.reuses_gradients for reduction in self._reductions)
         waiting = self._waiting()
@@ -110,7 +110,7 @@ class Apart:
             waiting[:] = [(parameter, gradient.clone()) for parameter, gradient in waiting]
         done, self.is_open = False, True
         try:
-            with gradients_apart(self._parameters, reused=reused) as gradients:
+            with separate_gradients(self._parameters, reused=reused) as gradients:
                 yield gradients
             done = True
         finally:

@@ -7,7 +7,7 @@
         ...
 
 The state has buffers and other attributes of modules (counters, tensors, lists that blocks append to), changed in place
-or replaced; the generators of Python and numpy; and generators that a module holds or that are among the arguments.
+or replaced. It has the generators of Python and numpy, and those that a module holds or that are among the arguments.
 Torch's own generators are left to `torch.utils.checkpoint`. State reached otherwise (globals, closures) is not covered.
 
 Selective recomputation keeps results of products with weights and of attention, which do nearly all of a block's work,

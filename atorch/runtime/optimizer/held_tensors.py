@@ -1,9 +1,9 @@
 """The tensors of an accelerated model, and of its optimizer's states, as boxes of the whole ones that this rank holds.
 
 Every strategy cuts a tensor along its dims: into rows of the axis tensor, into shards of the other axes, or into a flat
-range. So each dim of a local tensor is a list of runs of the whole dim (`Runs`), and a local box is the product of such
-runs. States of a parameter are cut as the parameter is. A master weight is its parameter's value, in fp32. `gathered`
-makes whole tensors of the boxes of all ranks, `HeldTensor.write` is its inverse.
+range. So each dim of a local tensor is a list of runs of the whole dim (`Runs`), and a local box is their product.
+States are cut as their parameter is; a master weight is its value in fp32. `gathered` makes whole tensors of all ranks'
+boxes, `HeldTensor.write` is its inverse.
 """
 
 from __future__ import annotations
@@ -286,8 +286,8 @@ def _state(
         return LogicalTensor(owner.shape, value.dtype, owner.pieces(values, elements if is_range else None))
     if values.dim() and owner.local_shape != owner.shape:
         raise CheckpointError(
-            f"{type(innermost(optimizer)).__name__}'s state {key} of {owner.name} has shape {shape}, and the parameter "
-            f"{owner.shape}, of which this process has a part: such a state can be saved only where parameters are "
+            f"{type(innermost(optimizer)).__name__}'s state {key} of {owner.name} has shape {shape}, and this process "
+            f"has a part of the parameter, of shape {owner.shape}. Such a state can be saved only where parameters are "
             "whole (ddp)"
         )
     return LogicalTensor(tuple(values.shape), value.dtype, [(whole_box(tuple(values.shape)), values)])

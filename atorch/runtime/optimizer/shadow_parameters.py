@@ -150,7 +150,7 @@ class _StatesOfShown(MutableMapping[torch.Tensor, Any]):
         if self._optimizer.steps_pieces and stand_in is not key:
             raise ArgumentError(
                 f"the optimizer's state of a parameter of shape {tuple(key.shape)} is kept for a copy or parts of it "
-                "(chunk): read it from optim.state_dict(), change it by optim.load_state_dict()"
+                "(chunk). Read it from optim.state_dict(), change it by optim.load_state_dict()"
             )
         return stand_in
 

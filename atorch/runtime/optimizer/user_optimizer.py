@@ -199,9 +199,9 @@ def _take(model: nn.Module, new: Sequence[torch.Tensor]) -> None:
         if take is None:
             raise ArgumentError(
                 f"optim.add_param_group was given a parameter of shape {tuple(parameter.shape)} that the model did not "
-                "have when it was accelerated, and that nothing reduces over processes: it was made later, or is the "
-                "gathered one that a sharded model shows between forward and backward. Make it before, frozen, and "
-                "unfreeze it; or use ddp"
+                "have when it was accelerated, so nothing reduces its gradient over processes. It was made later, or "
+                "is the gathered one that a sharded model shows between forward and backward. Make it before, frozen, "
+                "and unfreeze it; or use ddp"
             )
     if take is not None:
         take(new)

@@ -34,7 +34,7 @@ from atorch.runtime.gradients.backward import expects_none, is_captured, weakly
 from atorch.runtime.loss.reduction import Gathered, LossWeight, Rule
 from atorch.runtime.loss.reduction_probe import BatchAndOutput, Look
 from atorch.runtime.loss.rescaling import RankWeight, weighted
-from atorch.runtime.memory.deferred_output import Apart, Deferred, deposit_loss
+from atorch.runtime.memory.deferred_output import Deferred, SeparateGradients, deposit_loss
 from atorch.runtime.pipeline.engine import Engine, StageCalls
 from atorch.runtime.pipeline.stage_placement import Ties
 from atorch.runtime.pipeline.stand_ins import TensorSpec, shape_of
@@ -139,7 +139,7 @@ class PipelinedLoss:
         self._ranks = over_ranks(self._weight)
         self._is_auto, self._tolerance = loss_weight == "auto", tolerance
         parameters = list(dict.fromkeys(model.parameters()))  # now: while unsharded, FSDP2 has other parameters
-        self._apart = Apart(parameters, [Reduction(part) for part in self._engine.parts])
+        self._apart = SeparateGradients(parameters, [Reduction(part) for part in self._engine.parts])
         self._named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         for name, parameter in self._named.items():
             parameter.register_hook(expects_none(partial(weakly(self._refuse_direct), name)))
@@ -167,7 +167,7 @@ class PipelinedLoss:
         if not is_captured(get_gradient_edge(self._named[name]).node):
             raise ArgumentError(
                 f"backward came to {name} by another way than the loss of loss_func, such as a penalty that the loop "
-                "computes of model.parameters(): a process has those of its stages alone. Compute it in loss_func, "
+                "computes of model.parameters(). A process has those of its stages alone. Compute it in loss_func, "
                 "which is given all that it takes from the model, or use the optimizer's weight_decay"
             )
 

@@ -1,8 +1,7 @@
 """Stand-ins in a stage for what other stages have: parameters, buffers, and results that have not come yet.
 
-They have shape, dtype and device, but no values. Shapes of results must be known before a stage receives them: the
-first micro-batch of every size runs once stage by stage, without gradients, to observe shapes and dtypes under the
-strategy applied to the stages.
+They have shape, dtype and device, but no values. Shapes of results must be known before a stage receives them. So the
+first micro-batch of every size runs once stage by stage, without gradients, and shapes and dtypes are observed.
 """
 
 from __future__ import annotations
@@ -75,9 +74,9 @@ class Away(Tensor):
     def fault(self) -> ArgumentError:
         """The error for code that needs its values."""
         return ArgumentError(
-            f"{self.path} is of another stage of the pipeline than the one that reads it: the loss function, or code "
-            "between modules, uses it outside of the module that holds it. Return what is to be computed of it from "
-            "that module's forward, or cut elsewhere"
+            f"{self.path} is of another stage of the pipeline than the one that reads it. The loss function, or code "
+            "between modules, uses it outside of the module that holds it. Compute with it in that module's forward, "
+            "or cut elsewhere"
         )
 
     def _like(self, value: Any) -> Any:

@@ -219,7 +219,7 @@ def check_output(
         names = ", ".join(all_differing) or "another number of them"
         raise AtorchError(
             f"{type(model).__name__} has other outputs ({names}) after its tokens were split, though each of its "
-            "blocks had the same: something between or around the blocks sees parts of a sequence. Leave the method "
+            "blocks had the same. Something between or around the blocks sees parts of a sequence. Leave the method "
             "out for this model, or let the model return its logits alone"
         )
 

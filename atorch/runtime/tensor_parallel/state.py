@@ -115,7 +115,7 @@ class _Telling:
             )
 
 
-def tell_of_part(model: nn.Module, part: str) -> None:
+def warn_of_part(model: nn.Module, part: str) -> None:
     """Make the first `model.state_dict()` warn that it holds only `part`, and how to get the full one."""
     model.register_state_dict_pre_hook(_Telling(part))
 
@@ -177,13 +177,13 @@ def _need_part(given: int | None, values: Sequence[tuple[Any, tuple[int, ...]]],
     if {given, *(getattr(value, "part", None) for value, _ in values)} - {part, None}:
         raise CheckpointError(
             "load_state_dict was given another part of the model than this process holds, from another process or "
-            "another number of them: let each process load what it saved itself, or save atorch.whole_state(model) "
+            "another number of them. Let each process load what it saved itself. Or save atorch.whole_state(model) "
             "and load it by atorch.load_whole_state, or use atorch.save_checkpoint and load_checkpoint"
         )
     if given is None and any(tuple(value.shape) == shape and not hasattr(value, "part") for value, shape in values):
         raise CheckpointError(
             "load_state_dict was given whole tensors, or shards of them in the model's order (torch's full_state_dict "
-            "makes such), and this process has other rows under tensor_parallel: load the model by "
+            "makes such), and this process has other rows under tensor_parallel. Load the model by "
             "atorch.load_whole_state, all by atorch.load_checkpoint, or what state_dict returned, unchanged"
         )
 

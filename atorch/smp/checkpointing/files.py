@@ -92,7 +92,7 @@ class PartialFiles(NamedTuple):
         if missing:
             raise CheckpointError(
                 f"a partial checkpoint has the {size} files {shown(self.path(0))} to {size - 1}, of which "
-                f"{listed(missing)} are not there; copy them beside the others, or load another checkpoint"
+                f"{listed(missing)} are not there; copy them to the others, or load another checkpoint"
             )
         saves = {mark.get("save"): self.path(number) for number, mark in marks.items() if number < size}
         if len(saves) > 1:
@@ -117,7 +117,7 @@ def write_file(
 ) -> None:
     """Write one file atomically. If it could not be loaded, log a warning, or with `is_refused` raise.
 
-    known_as: the path in messages; by default `path`. mark: what to record beside the contents.
+    known_as: the path in messages; by default `path`. mark: what to record with the contents.
 
     Raises:
         CheckpointError: it cannot be written, or could not be loaded; an existing file stays.

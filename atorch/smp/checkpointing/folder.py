@@ -7,7 +7,7 @@ path/TAG_partial/user_content.pt
 path/TAG                         a full model, as torch.save writes it
 path/user_content_TAG
 
-A save is written to a staging folder beside these, and moved in place atomically (`atomic_save.py`).
+A save is written to a staging folder next to these, and moved in place atomically (`atomic_save.py`).
 """
 
 from __future__ import annotations

@@ -262,7 +262,7 @@ def check_degrees(config: Config) -> None:
             raise StrategyError(
                 f"sharded_data_parallel_degree is {config.sharded_data_parallel_degree} and {key} is {degree}; "
                 "parameters that are sharded over replicas are not split over a model's own processes as well. Leave "
-                "one of the two out; auto_accelerate has both together, by fsdp beside parallel_mode"
+                "one of the two out; auto_accelerate has both together, by fsdp with parallel_mode"
             )
 
 

@@ -46,7 +46,7 @@ class Faults:
     def note(self, error: Exception) -> None:
         self.first = self.first or error
 
-    def tell(self) -> None:
+    def raise_first(self) -> None:
         if self.first is not None:
             raise self.first
 
@@ -214,7 +214,7 @@ class Runner:
         """Exchange at the end of a step: raises if any process failed; True if any has a result of a new form."""
         failed, some_new = all_reduce_max([self.faults.first is not None, is_new])
         if failed:
-            all_or_none(self.faults.tell)
+            all_or_none(self.faults.raise_first)
         return bool(some_new)
 
 
@@ -222,7 +222,7 @@ class _Work:
     """The micro-batches of a step, in the engine's interface."""
 
     def __init__(self, runner: Runner, function: Callable[..., Any], start: Start, detach: bool) -> None:
-        self.kind, self.pieces, self.train = (function, start.told), start.pieces, False
+        self.kind, self.pieces, self.train = (function, start.kind), start.pieces, False
         self.returned: list[Any] = [None] * self.count
         self.looked = False
         """True if the function called `model.backward` in the trace."""

@@ -251,7 +251,7 @@ def _form_of(data: Any) -> str | None:
 
 class Start(NamedTuple):
     pieces: Sequence[StepArguments]
-    told: Hashable
+    kind: Hashable
     """The facts that identify the kind of step."""
     is_alike: bool
     """True if all processes of this pipeline have batches of equal sizes."""

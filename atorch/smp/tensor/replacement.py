@@ -195,12 +195,12 @@ def _replacement(name: str, module: nn.Module, registered: Registered, used: set
     else:
         used.update(mark.config)
         kwargs = {**kwargs, **mark.config}
-    twin = registered.dist_module(*args, **kwargs)
-    _take_values(name, twin, module, registered)
+    distributed = registered.dist_module(*args, **kwargs)
+    _take_values(name, distributed, module, registered)
     if registered.forward_hook is not None or registered.return_hook is not None:
-        override(twin, "forward", _translated, registered.forward_hook, registered.return_hook)
-    set_tensor_parallelism(twin, True, **mark.config)
-    return twin.train(module.training)
+        override(distributed, "forward", _translated, registered.forward_hook, registered.return_hook)
+    set_tensor_parallelism(distributed, True, **mark.config)
+    return distributed.train(module.training)
 
 
 def _translated(original: Hook, forward_hook: Hook | None, return_hook: Hook | None) -> Hook:
@@ -235,19 +235,19 @@ def _parameters_of(cls: type[nn.Module]) -> set[str] | None:
 
 
 @torch.no_grad()
-def _take_values(name: str, twin: nn.Module, module: nn.Module, registered: Registered) -> None:
+def _take_values(name: str, distributed: nn.Module, module: nn.Module, registered: Registered) -> None:
     state = module.state_dict()
     if registered.state_hook is not None:
-        twin.load_state_dict(registered.state_hook(state))
+        distributed.load_state_dict(registered.state_hook(state))
         return
-    target = twin.state_dict()
+    target = distributed.state_dict()
     if target.keys() == state.keys() and all(target[key].shape == state[key].shape for key in target):
-        adopt_state(twin, module)
+        adopt_state(distributed, module)
         return
     logger.warning(
         "%s (%s) is replaced by a %s of other parameters, which has new initial values; give tp_register a state_hook "
         "to carry the values over, or load a state dict into the wrapped model",
-        name, type(module).__name__, type(twin).__name__,
+        name, type(module).__name__, type(distributed).__name__,
     )  # fmt: skip
 
 

@@ -63,7 +63,7 @@ class TensorSplit:
             for name, value in state.items()
         }
 
-    def told(self, names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    def own_rows(self, names: Iterable[str]) -> dict[str, dict[str, Any]]:
         """This rank's rows of the named parameters, as plain data for a file."""
         return {
             name: {"dim": cut.rows.dim, "runs": [list(run) for run in cut.rows.by_rank[self.rank]], "shape": cut.shape}

@@ -14,7 +14,7 @@ from torch import nn
 
 from atorch.auto.opt_lib.shared.defaults import complete
 from atorch.auto.planner import dry_run, search
-from atorch.auto.planner.dry_runs.dry_run_loop import MAX_RUNS, told
+from atorch.auto.planner.dry_runs.dry_run_loop import MAX_RUNS, relative_time
 from atorch.auto.planner.dry_runs.fault_barrier import Coordinator
 from atorch.auto.planner.dry_runs.step_timing import measure
 from atorch.auto.planner.dry_runs.trial import Feed, Trial, candidate
@@ -75,7 +75,7 @@ def test_a_search_chooses_what_ran_fastest_and_leaves_all_as_it_was():
     assert shares
     for each in shares:  # all are of the chosen one's step, whether measured or expected
         known = each.measured or each.estimate
-        assert told(known.step_s / plan.measured.step_s) in each.reason
+        assert relative_time(known.step_s / plan.measured.step_s) in each.reason
     data = json.loads(json.dumps(plan.to_json_data(), allow_nan=False))
     assert data["measured"]["memory_kind"] == "resident set growth"
     assert seen[-1].best_s is not None

@@ -114,8 +114,8 @@ def test_where_a_model_fails_in_16_bits_it_is_reckoned_from_fp32(wholly, caplog)
         profile = trace(model, batch, called, lambda batch, output: output.sum())
     start = plain_cost(profile)
     half, autocast = (Strategy.of([each]).cost(start) for each in (("half", "bf16"), ("amp_native", "bf16")))
-    assert "what half takes is reckoned from fp32" in caplog.text
-    assert ("what autocast takes is reckoned from fp32" in caplog.text) == wholly
+    assert "the memory and time of half are derived from fp32" in caplog.text
+    assert ("the memory and time of autocast are derived from fp32" in caplog.text) == wholly
     assert profile.in_half == ()
     assert half.activation_scale == 0.5
     if wholly:

@@ -80,7 +80,7 @@ def test_what_is_written_outside_of_a_pass_is_computed_with() -> None:
 def test_a_view_of_data_that_is_replaced_is_refused(model: nn.Module) -> None:
     row = model.mixer.weight.data[1]
     before = row.clone()
-    with pytest.raises(ArgumentError, match=r"mixer\.weight\.data was assigned while a view .* keep `parameter"):
+    with pytest.raises(ArgumentError, match=r"mixer\.weight\.data was assigned while a view .* Keep `parameter"):
         model.mixer.weight.data = torch.zeros_like(model.mixer.weight)
     assert torch.equal(row, before)
     del row

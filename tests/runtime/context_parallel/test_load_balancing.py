@@ -4,14 +4,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from atorch.runtime.context_parallel.load_balancing import Deal, QueryKeyBlock, schedule
+from atorch.runtime.context_parallel.load_balancing import QueryKeyBlock, TokenAssignment, schedule
 
 LENGTH = 24
 CAUSAL = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
 WINDOW = CAUSAL & torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(-4)
 PADDED = torch.arange(LENGTH).expand(3, 1, 1, LENGTH) >= torch.tensor([0, 5, 12])[:, None, None, None]
 
-deals = pytest.mark.parametrize("deal", [Deal(n, balanced) for n in (2, 3, 4) for balanced in (False, True)])
+deals = pytest.mark.parametrize("deal", [TokenAssignment(n, balanced) for n in (2, 3, 4) for balanced in (False, True)])
 
 
 def num_scores(meeting: QueryKeyBlock) -> float:
@@ -19,7 +19,7 @@ def num_scores(meeting: QueryKeyBlock) -> float:
     return square / 2 if meeting.is_causal else float(square)
 
 
-def computed(deal: Deal, mask: Tensor | None, is_causal: bool) -> tuple[Tensor, list[float]]:
+def computed(deal: TokenAssignment, mask: Tensor | None, is_causal: bool) -> tuple[Tensor, list[float]]:
     """How often each query meets each key, (batch, heads, queries, keys), and the scores each rank computes."""
     met = torch.zeros(1, 1, LENGTH, LENGTH, dtype=torch.long)
     work = []
@@ -41,7 +41,7 @@ def computed(deal: Deal, mask: Tensor | None, is_causal: bool) -> tuple[Tensor, 
 
 
 def test_balanced_ranks_have_a_piece_from_the_front_and_one_from_the_back() -> None:
-    deal = Deal(3, balanced=True)
+    deal = TokenAssignment(3, balanced=True)
     assert [deal.pieces(rank) for rank in range(3)] == [(0, 5), (1, 4), (2, 3)]
     assert deal.tokens(1, 12).tolist() == [2, 3, 8, 9]
 
@@ -57,7 +57,7 @@ def test_balanced_ranks_have_a_piece_from_the_front_and_one_from_the_back() -> N
         pytest.param(PADDED & CAUSAL, id="padded and causal"),
     ],
 )
-def test_a_query_meets_what_the_mask_lets_it_see_once(deal: Deal, mask: Tensor) -> None:
+def test_a_query_meets_what_the_mask_lets_it_see_once(deal: TokenAssignment, mask: Tensor) -> None:
     four = mask.reshape((1,) * (4 - mask.dim()) + tuple(mask.shape))
     met, _ = computed(deal, four, is_causal=False)
     assert met.equal(four.long().expand(met.shape))
@@ -68,7 +68,7 @@ def test_a_query_meets_what_the_mask_lets_it_see_once(deal: Deal, mask: Tensor) 
 
 
 @deals
-def test_every_token_has_one_rank_and_balanced_ranks_do_equally_much_at_every_hop(deal: Deal) -> None:
+def test_every_token_has_one_rank_and_balanced_ranks_do_equally_much_at_every_hop(deal: TokenAssignment) -> None:
     tokens = torch.cat([deal.tokens(rank, LENGTH) for rank in range(deal.size)])
     assert tokens.sort().values.equal(torch.arange(LENGTH))
     met, work = computed(deal, None, is_causal=True)
@@ -85,8 +85,8 @@ def test_every_token_has_one_rank_and_balanced_ranks_do_equally_much_at_every_ho
 
 
 def test_a_mask_is_computed_with_only_where_it_is_mixed_and_lengths_may_differ() -> None:
-    hops = schedule(Deal(2, balanced=True), 0, 12, 12, CAUSAL[None, None])
+    hops = schedule(TokenAssignment(2, balanced=True), 0, 12, 12, CAUSAL[None, None])
     shown = [[(m.rows.start, m.columns.start, m.of_mask is not None) for m in hop] for hop in hops]
     assert shown == [[(0, 0, True), (6, 0, False), (6, 6, True)], [(6, 0, False), (6, 6, False)]]
-    hops = schedule(Deal(2, balanced=True), 1, 6, 10)
+    hops = schedule(TokenAssignment(2, balanced=True), 1, 6, 10)
     assert [[(m.rows, m.columns) for m in hop] for hop in hops] == [[(slice(0, 6), slice(0, 10))]] * 2

@@ -14,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from atorch.errors import ArgumentError, AtorchError
 from atorch.profiler.memory_tracker import CommCounter
 from atorch.runtime import context_parallel
-from atorch.runtime.context_parallel import Deal, RingExchange, ring_attention
+from atorch.runtime.context_parallel import RingExchange, TokenAssignment, ring_attention
 from atorch.runtime.sequence_parallel import AttentionCall, TokenPartition, split_stream
 from tests.auto.training import run_each
 from tests.pool import Pool, on_ranks
@@ -43,7 +43,7 @@ def own(call: AttentionCall, share: TokenPartition) -> AttentionCall:
 def test_it_answers_as_the_operation_does_and_says_what_does_not_fit(rank: int, size: int) -> None:
     for balanced in (False, True):  # the stream deals tokens out as the ring has them
         dealt = TokenPartition(dist.group.WORLD, balanced=balanced).part(torch.arange(24), 0)
-        assert dealt.equal(Deal(size, balanced).tokens(rank, 24))
+        assert dealt.equal(TokenAssignment(size, balanced).tokens(rank, 24))
     share = TokenPartition(dist.group.WORLD, balanced=True)
     exchange = RingExchange(dist.group.WORLD, load_balance=True)
     flat = whole_call()._replace(enable_gqa=False)
@@ -165,7 +165,7 @@ def plain(case: Case) -> list[Tensor]:
 
 def around(rank: int, size: int, case: Case, dropout_p: float = 0.0) -> list[Tensor]:
     """The same on this rank's slices."""
-    deal = Deal(size, case.balanced)
+    deal = TokenAssignment(size, case.balanced)
     *inputs, grad = (each[:, :, deal.tokens(rank, each.shape[2])] for each in case.tensors())
     for each in inputs:
         each.requires_grad_()
@@ -182,7 +182,7 @@ def around(rank: int, size: int, case: Case, dropout_p: float = 0.0) -> list[Ten
 
 def distances(rank: int, size: int, case: Case) -> list[float]:
     """Distances of this rank's result and gradients from its rows of the plain ones."""
-    deal = Deal(size, case.balanced)
+    deal = TokenAssignment(size, case.balanced)
     wanted = [each[:, :, deal.tokens(rank, each.shape[2])] for each in plain(replace(case, dtype=torch.float64))]
     got = around(rank, size, case)
     assert all(one.dtype == case.dtype and one.shape == other.shape for one, other in zip(got, wanted, strict=True))

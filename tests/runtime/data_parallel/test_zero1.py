@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
-from atorch.auto.opt_lib.shared.backends import shard_gradients, shard_states
+from atorch.compat.engines import shard_gradients, shard_states
 from atorch.errors import ArgumentError, CheckpointError
 from atorch.model.user_functions import ELEMENTWISE
 from atorch.runtime.data_parallel import buckets
@@ -111,7 +111,7 @@ def saved_and_loaded(rank: int, size: int, saved: Any) -> Any:
         assert own.local_state_dict()["state"].keys() == optim.local_state_dict()["state"].keys()
         box: list[Any] = [None] * size
         dist.all_gather_object(box, optim.local_state_dict())
-        with pytest.raises(CheckpointError, match="load the whole state"):
+        with pytest.raises(CheckpointError, match="Load the whole state"):
             own.load_state_dict(box[1 - rank])
         assert own.state_dict()["state"].keys() == optim.state_dict()["state"].keys()
         return optim.full_state_dict(), {k: v.clone() for k, v in model.state_dict().items()}

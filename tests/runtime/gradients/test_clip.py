@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.nn import functional as F
 
 from atorch.auto.opt_lib.chunk.trace import trace_pass
-from atorch.auto.opt_lib.shared.backends import shard_gradients, shard_states
+from atorch.compat.engines import shard_gradients, shard_states
 from atorch.distributed.mesh import Mesh
 from atorch.errors import ArgumentError
 from atorch.runtime.chunk.chunked import chunk

@@ -173,9 +173,9 @@ def test_gradients_and_logits_of_a_changed_weight_that_there_are_not_are_named()
     head, logits = lazy()
     with torch.no_grad():
         head.weight.add_(1.0)
-    with pytest.raises(ArgumentError, match="Read them before"):
+    with pytest.raises(ArgumentError, match="Read the logits before"):
         F.cross_entropy(logits, FLAT[:30])
-    with pytest.raises(ArgumentError, match="Read them before"):
+    with pytest.raises(ArgumentError, match="Read the logits before"):
         logits.sum()
     head, logits = lazy()
     loss = F.cross_entropy(logits, FLAT[:30].clamp(min=0))

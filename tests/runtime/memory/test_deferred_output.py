@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from atorch.runtime.memory.deferred_output import Deferred, deposit, gradients_apart
+from atorch.runtime.memory.deferred_output import Deferred, deposit, separate_gradients
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def parameters():
 def test_gradients_are_kept_apart_and_deposited_or_dropped():
     first, second = parameters()
     first.grad = torch.full((2,), 5.0)
-    with gradients_apart([first, second]) as gradients:
+    with separate_gradients([first, second]) as gradients:
         assert first.grad is None
         (first.sum() * 3).backward()
     assert first.grad.tolist() == [5.0, 5.0]
@@ -62,7 +62,7 @@ def test_gradients_are_kept_apart_and_deposited_or_dropped():
     first.grad = torch.full((2,), 5.0)
 
     def broken():
-        with gradients_apart([first, second]):
+        with separate_gradients([first, second]):
             (first.sum() + second.sum()).backward()
             raise KeyError("no")
 
@@ -74,12 +74,12 @@ def test_gradients_are_kept_apart_and_deposited_or_dropped():
 
 def test_16_bit_gradients_are_multiplied_by_the_unrounded_factor_and_sparse_ones_stay_sparse():
     weight = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
-    with gradients_apart([weight]) as gradients:
+    with separate_gradients([weight]) as gradients:
         (weight.sum() * 3).backward()
     (deposit(torch.tensor(1.0), gradients) * 0.33333334).backward()
     assert weight.grad.tolist() == [1.0, 1.0]
     embedding = nn.Embedding(4, 2, sparse=True)
-    with gradients_apart(list(embedding.parameters())) as gradients:
+    with separate_gradients(list(embedding.parameters())) as gradients:
         embedding(torch.tensor([1, 1, 2])).sum().backward()
     (deposit(torch.tensor(1.0), gradients) / 2).backward()
     assert embedding.weight.grad.to_dense().sum(1).tolist() == [0.0, 2.0, 1.0, 0.0]

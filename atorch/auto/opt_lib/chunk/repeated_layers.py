@@ -1,7 +1,7 @@
 """A model's list of repeated blocks, and the check that a trace of a few blocks represents all of them.
 
-A few blocks represent all if the blocks are alike, and if the model treats each like the one before: it calls each
-once, in order, with inputs of the same shapes, under the same contexts, and with the same operations between. The first
+A few blocks represent all if the blocks are alike, and if the model treats each like the one before. So it calls each
+once, in order, with inputs of the same shapes, under the same contexts, with the same operations between. The first
 condition is read from the blocks. The second is checked in a forward pass of full depth, in which blocks beyond the
 first few only return what the one before returned.
 """
@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from atorch.model.copy import Convert, copy_with
 from atorch.model.pytree import map_tensors, tensors_in
-from atorch.model.structure import repeated_blocks, tell_depth
+from atorch.model.structure import repeated_blocks, set_depth
 from atorch.profiler.repeated_blocks import are_alike, described, groups_of_alike, like
 from atorch.runtime.chunk.pass_schedule import ENDS, FEWEST
 
@@ -139,7 +139,7 @@ class LayerTrace(TorchDispatchMode):
             copied, others = copy_with(model, functions, convert, alike)
         else:
             copied, others = copy_with(model, functions, convert, without=blocks[depth:])
-            tell_depth(copied, len(blocks), depth)
+            set_depth(copied, len(blocks), depth)
         container: Any = copied.get_submodule(self._stack.name)
         for index in range(len(blocks)):
             block = container._modules[str(index)]

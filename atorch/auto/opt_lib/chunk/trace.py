@@ -265,7 +265,7 @@ def trace(
     leaving: Tensor | None = None
     gradients: list[tuple[int, str]] = []
 
-    def let_go(parameter: Tensor, name: str) -> None:
+    def release(parameter: Tensor, name: str) -> None:
         nonlocal leaving
         gradients.append((len(watch.accesses), name))
         with torch._C.DisableTorchFunctionSubclass():
@@ -276,7 +276,7 @@ def trace(
     with ExitStack() as hooks:  # removed at the end: C++ holds them in cycles that Python's collector cannot see
         for name, parameter in parameters.items():
             if parameter.requires_grad:
-                hooks.callback(parameter.register_post_accumulate_grad_hook(partial(let_go, name=name)).remove)
+                hooks.callback(parameter.register_post_accumulate_grad_hook(partial(release, name=name)).remove)
         with torch.enable_grad(), mode, live:
             loss().backward()
             live.mark("end")

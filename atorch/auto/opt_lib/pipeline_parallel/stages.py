@@ -11,6 +11,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from atorch.auto.context import Built, Context
+from atorch.auto.opt_lib.micro_batch import MicroBatch
 from atorch.auto.opt_lib.parallel_mode import size_of
 from atorch.auto.opt_lib.pipeline_parallel import even_cut, uneven
 from atorch.auto.opt_lib.shared.backends import check_pipeline, deepspeed_pipeline
@@ -157,7 +158,7 @@ class Batches:
     """The cut of a batch into micro-batches: set by micro_batch if it is in the strategy, else by the pipeline."""
 
     def __init__(self, method: PipelineParallel, strategy: Iterable[Method], stages: int) -> None:
-        other: Any = next((candidate for candidate in strategy if candidate.name == "micro_batch"), None)
+        other = next((candidate for candidate in strategy if isinstance(candidate, MicroBatch)), None)
         self._method, self._stages = method, stages
         self._size: int | None = None
         self._count = method.micro_batches
@@ -234,8 +235,8 @@ def _check_loss_reads(method: PipelineParallel, model: nn.Module, names: Sequenc
     elif route.read_by_loss:
         raise StrategyError(
             f"the loss function reads {min(route.read_by_loss)} of the model itself, of which it sees one piece where "
-            f"{method} runs it; take the schedule 1f1b and the backend torch, return what is to be computed of "
-            "parameters from the model's forward, or leave it to the optimizer's weight_decay"
+            f"{method} runs it. Take the schedule 1f1b and the backend torch. Or compute the term in the model's "
+            "forward and return it, or use the optimizer's weight_decay"
         )
 
 

@@ -1,23 +1,13 @@
-"""Methods on other packages' engines: zero1 and zero2 by FairScale or DeepSpeed, pipeline_parallel by DeepSpeed.
-
-DeepSpeed runs the backward pass, and reduces, partitions and gathers around it. It shards over all processes of the
-job, and keeps fp32 copies itself. The optimizer gets flat pieces of parameters, which suits only element-wise ones
-(SGD, Adam). Its pipeline engine replaces torch's schedules.
-
-FairScale's OSS shards optimizer states over ranks (ZeRO-1), and ShardedDataParallel gradients too (ZeRO-2).
-"""
+"""Methods on other packages' engines (`compat`): zero1 and zero2 by FairScale or DeepSpeed, pipelines by DeepSpeed."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from atorch.auto.context import Built, Context
@@ -25,15 +15,14 @@ from atorch.auto.opt_lib.parallel_mode import ParallelMode, size_of
 from atorch.auto.opt_lib.shared.defaults import SLOT
 from atorch.auto.strategy.method import Method
 from atorch.compat import need_backend
+from atorch.compat.engines import shard_gradients, shard_states, with_deepspeed
 from atorch.distributed import world
 from atorch.distributed.mesh import AXES
 from atorch.errors import StrategyError
-from atorch.model.wrapper import Wrapper
-from atorch.runtime.gradients.backward import expects_none
-from atorch.runtime.gradients.clip import ClipsItself, Spread, clip_grads
-from atorch.runtime.optimizer.wrapped_optimizer import WrappedOptimizer
 
 if TYPE_CHECKING:
+    import torch.distributed as dist
+
     from atorch.auto.opt_lib.pipeline_parallel import PipelineParallel
     from atorch.auto.opt_lib.pipeline_parallel.stages import Batches
     from atorch.runtime.pipeline.pipeline import Pipeline
@@ -66,7 +55,7 @@ def fairscale_states(ctx: Context, group: dist.ProcessGroup) -> Context:
 
 def fairscale_gradients(ctx: Context, name: str, group: dist.ProcessGroup) -> Context:
     """Shard states by OSS and gradients by ShardedDataParallel, which needs the OSS to wrap the model."""
-    inner = _needed_optimizer(ctx, name)
+    inner = needed_optimizer(ctx, name)
     ctx.give_memory()
     for part in ctx.parts:
         part.to(ctx.device)
@@ -84,8 +73,6 @@ def fairscale_gradients(ctx: Context, name: str, group: dist.ProcessGroup) -> Co
 
 def check(ctx: Context, name: str, backend: str) -> None:
     """Raise StrategyError if the optimizer, the mesh or other methods do not suit the backend."""
-    if backend == "fairscale" and name == "zero2":
-        _needed_optimizer(ctx, name)
     if backend != "deepspeed" or in_pipeline(ctx.strategy):
         return
     sizes = {axis: size_of(ctx, axis) for axis in AXES}
@@ -101,7 +88,7 @@ def check(ctx: Context, name: str, backend: str) -> None:
             f"{name} with the deepspeed backend keeps the fp32 weights itself, so it goes with fp32 or amp_native "
             "bf16; leave out half and fp16, or use the default backend"
         )
-    _needed_optimizer(ctx, name)
+    needed_optimizer(ctx, name)
     for method in ctx.strategy:
         scales = getattr(method, "dtype", None) == "fp16" or getattr(method, "skip_if_nonfinite", False)
         if scales or method.exactness == "half":
@@ -113,7 +100,7 @@ def check(ctx: Context, name: str, backend: str) -> None:
 
 def deepspeed(ctx: Context, name: str, stage: Literal[1, 2]) -> Context:
     """Put model and optimizer under a DeepSpeed engine once both are built, and set the loop's flags in `args`."""
-    inner = _needed_optimizer(ctx, name)
+    inner = needed_optimizer(ctx, name)
     world.ensure_group(ctx.device.type)
     made: list[Optimizer] = []  # hands the optimizer from `make` to `finish`
 
@@ -135,132 +122,10 @@ def deepspeed(ctx: Context, name: str, stage: Literal[1, 2]) -> Context:
     return replace(ctx, make_optimizer=make, args=args).with_finish(finish)
 
 
-def _needed_optimizer(ctx: Context, name: str) -> Any:
+def needed_optimizer(ctx: Context, name: str) -> Any:
     if ctx.make_optimizer is None:
         raise StrategyError(f"{name} with this backend shares out gradients by optimizer; give optim_func, or use fsdp")
     return ctx.make_optimizer
-
-
-class DeepSpeedModel(ClipsItself, Wrapper):
-    """A module that runs through a DeepSpeed engine and keeps the user's parameter names."""
-
-    def __init__(self, module: nn.Module, engine: Any) -> None:
-        super().__init__()
-        self.module = module
-        object.__setattr__(self, "engine", engine)  # not a submodule: it holds the module a second time
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.engine(*args, **kwargs)
-
-    def train(self, mode: bool = True) -> DeepSpeedModel:
-        """Set training or evaluation mode, also for the engine, which reduces only in training."""
-        super().train(mode)
-        self.engine.train(mode)
-        return self
-
-    def clip_gradients(self, max_norm: float, norm_type: float) -> Tensor:
-        """Clip the gradients in DeepSpeed's partitions; call it once they are reduced.
-
-        Raises:
-            ValueError: the norm is not the 2-norm, the only one in DeepSpeed.
-        """
-        if norm_type != 2.0:
-            raise ValueError(f"norm_type is {norm_type}; under the deepspeed backend it must be 2")
-        optimizer = self.engine.optimizer
-        norm: Tensor = torch.as_tensor(optimizer.scaled_global_norm())
-        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        for gradients in optimizer.averaged_gradients.values():
-            if gradients:
-                torch._foreach_mul_([g for g in gradients if g is not None], factor)
-        return norm
-
-
-class DeepSpeedOptimizer(WrappedOptimizer):
-    """DeepSpeed's optimizer. Its `backward(loss)` takes the place of `loss.backward()`."""
-
-    def __init__(self, inner: Optimizer, engine: Any) -> None:
-        super().__init__(inner)
-        self._engine = engine
-
-    def backward(self, loss: Tensor) -> None:
-        """Run the backward pass; at an accumulation boundary, it also reduces gradients."""
-        self._engine.backward(loss)
-
-    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Set if the next backward pass is the last one before a step (initially True)."""
-        self._engine.set_gradient_accumulation_boundary(is_boundary)
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Step, at an accumulation boundary only.
-
-        Raises:
-            ArgumentError: a closure was given.
-        """
-        self._refuse(closure)
-        self._engine.step()
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Do nothing: DeepSpeed accumulates gradients until it steps, and drops them then."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """This process's partition of the state, in DeepSpeed's own form."""
-        state: dict[str, Any] = self._engine.optimizer.state_dict()
-        return state
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load this process's partition, in the form of `state_dict`."""
-        self._engine.optimizer.load_state_dict([state_dict])
-        self._share()
-
-
-def with_deepspeed(module: nn.Module, optimizer: Optimizer, stage: Literal[1, 2]) -> tuple[nn.Module, Optimizer]:
-    """The module and the optimizer under a DeepSpeed engine of ZeRO stage 1 or 2."""
-    import deepspeed
-
-    config = {
-        "train_micro_batch_size_per_gpu": 1,  # DeepSpeed's own bookkeeping; nothing is computed from it
-        "gradient_accumulation_steps": 1,
-        "zero_optimization": {"stage": stage},
-        "gradient_clipping": 0.0,  # off; left out, DeepSpeed clips to 1
-        "zero_allow_untested_optimizer": True,
-        "steps_per_print": 1 << 62,
-    }
-    engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config, dist_init_required=False)
-    return DeepSpeedModel(module, engine), DeepSpeedOptimizer(optimizer, engine)
-
-
-def shard_states(groups: Any, make_optimizer: Callable[[Any], Optimizer], group: dist.ProcessGroup) -> Optimizer:
-    """An OSS around the optimizers that `make_optimizer` makes, with states sharded over `group`."""
-    from fairscale.optim import OSS
-
-    oss: Optimizer = OSS(groups, optim=make_optimizer, group=group)
-    return oss
-
-
-def shard_gradients(module: nn.Module, oss: Optimizer, group: dist.ProcessGroup) -> nn.Module:
-    """`module` with each gradient reduced to the rank of `group` that steps it, and None on the others."""
-    from fairscale.nn.data_parallel import ShardedDataParallel
-
-    class Sharded(ClipsItself, Wrapper, ShardedDataParallel):  # type: ignore[misc]
-        """ShardedDataParallel that keeps the user's parameter names and clips by the norm over all ranks."""
-
-        def clip_gradients(self, max_norm: float, norm_type: float) -> Tensor:
-            return clip_grads(self.parameters(), max_norm, norm_type, Spread(over=(group,)))
-
-    # No reduction buffers: since torch 2.0, `zero_grad` drops gradients, which detaches FairScale's buffers silently,
-    # and parameters of the ranks drift apart.
-    sharded: nn.Module = Sharded(module, oss, process_group=group, reduce_buffer_size=0)
-    for parameter in module.parameters():
-        if parameter.requires_grad:
-            parameter.register_hook(expects_none(partial(_keep_average, sharded, parameter, [False])))
-    return sharded
-
-
-def _keep_average(sharded: Any, parameter: nn.Parameter, is_averaged: list[bool], _: Tensor | None) -> None:
-    """Multiply an earlier pass's average by the ranks, before the next pass adds to it and averages the sum."""
-    if parameter.grad is not None and is_averaged[0]:
-        parameter.grad.mul_(dist.get_world_size(sharded._process_group))
-    is_averaged[0] = not sharded._should_accumulate_grads
 
 
 def check_pipeline(ctx: Context, method: PipelineParallel) -> None:
@@ -319,7 +184,7 @@ def deepspeed_pipeline(
         built.optim,
         sizes=(mesh.size("pipeline"), mesh.size("data"), mesh.size("tensor")),
         rows=rows,
-        zero_stage=int("zero1" in strategy.names()),
+        zero_stage=int(any(other.slot == SLOT for other in strategy)),
         config=method.ds_config,
         loss_weight=batches.loss_weight,
         tolerance=tolerance,

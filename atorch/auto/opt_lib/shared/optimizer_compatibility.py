@@ -102,7 +102,7 @@ def kernel_notes(ctx: Context) -> Iterator[str]:
         yield from _kernel(made_small(ctx.make_optimizer, ctx.make_param_groups(ctx.parts)))
 
 
-def tell_kernel(optimizer: Any) -> None:
+def log_kernel(optimizer: Any) -> None:
     """Log the optimizer's kernel, if torch chose it by default."""
     for note in _kernel(optimizer):
         logger.info("%s", note)

@@ -106,7 +106,7 @@ class Precision(Method):
         return cost.send(Comm("all_reduce", tuple(cost.axes), 4.0))
 
 
-def tell_of_16_bits(ctx: Context, strategy: Strategy) -> None:
+def warn_of_16_bits(ctx: Context, strategy: Strategy) -> None:
     """Warn of 16-bit parameters that the optimizer would step without fp32 copies."""
     if ctx.make_optimizer is None or ctx.world.rank or strategy.uses("half") or keeps_masters(strategy):
         return
@@ -114,7 +114,7 @@ def tell_of_16_bits(ctx: Context, strategy: Strategy) -> None:
     low = [parameter.dtype for parameter in trained if parameter.dtype in (torch.float16, torch.bfloat16)]
     if low:
         logger.warning(
-            "%d of %d trainable parameters are in %s, and the optimizer steps them as they are: updates smaller than "
+            "%d of %d trainable parameters are in %s, and the optimizer steps them as they are. Updates smaller than "
             "1/256 of a value (bfloat16) are lost. Load the model in fp32 (dtype=torch.float32) and add amp_native, or "
             "add half, which steps fp32 copies",
             len(low), len(trained), str(low[0]).removeprefix("torch."),

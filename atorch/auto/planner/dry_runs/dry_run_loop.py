@@ -53,7 +53,7 @@ class SearchJob:
     """The inputs of a search, equal on all ranks."""
 
     cluster: ClusterSpec
-    crew: Coordinator
+    coordinator: Coordinator
     candidates: Sequence[Scored]  # the fastest by estimate first
     clock: TimeBudget
     starts: Starts
@@ -76,7 +76,7 @@ class DryRunLoop:
 
     def __post_init__(self) -> None:
         job = self.job
-        self._candidates, self._clock, self._crew = job.candidates, job.clock, job.crew
+        self._candidates, self._clock, self._coordinator = job.candidates, job.clock, job.coordinator
         device = job.cluster.device
         self._guide = Surrogate(job.candidates, job.past, device.type, device.memory_bytes)
         self.baseline = simplest(job.candidates, job.given)[0]
@@ -91,7 +91,7 @@ class DryRunLoop:
         if self._alive().any():
             self._clock.expects(self.step_s(self.choice()), self.job.starts.of_kind("build"))
         while self.num_runs < MAX_RUNS:
-            index = self._crew.broadcast(self.next_run())
+            index = self._coordinator.broadcast(self.next_run())
             if index is None:
                 break
             refusal = runs.refusal(self._candidates[index].strategy)
@@ -170,7 +170,7 @@ class DryRunLoop:
             margin = np.full(len(taken), TIE)
             # The baseline is the fallback, unless a candidate that ran is faster than the baseline's expected time.
             if all(expected[self.baseline] < expected[index] for index in self.measured):
-                margin[self.baseline] = max(TIE, AHEAD * math.sqrt(self._guide.apart(best)[self.baseline]))
+                margin[self.baseline] = max(TIE, AHEAD * math.sqrt(self._guide.variance_to(best)[self.baseline]))
             ties = np.flatnonzero(expected <= expected[best] + margin).tolist()
         else:
             ties = [i for i in self.measured if taken[i] and expected[i] <= expected[best] + self._margin(best, i)]
@@ -208,32 +208,38 @@ class DryRunLoop:
         chosen_s = self.step_s(chosen)
         ratio = self.step_s(index) / chosen_s
         if measured is not None:
-            tied = "" if ratio > 1 + TIE else ", and no simpler" if ratio > 1 - TIE else ", not surely faster"
-            return candidate.rejected("slower", told(ratio) + tied, measured)
+            tied = (
+                ""
+                if ratio > 1 + TIE
+                else ", and no simpler"
+                if ratio > 1 - TIE
+                else ", but its lead is within the noise"
+            )
+            return candidate.rejected("slower", relative_time(ratio) + tied, measured)
         # The estimate, corrected by measurements so that it can be compared with the chosen one's time.
         corrected = replace(candidate, estimate=replace(candidate.estimate, step_s=ratio * chosen_s))
-        return corrected.rejected("not run", f"expected to be {told(ratio)}{self._why_not_run(index, ratio)}")
+        return corrected.rejected("not run", f"expected to be {relative_time(ratio)}{self._why_not_run(index, ratio)}")
 
     def _why_not_run(self, index: int, ratio: float) -> str:
         start_s = self._start_s(index)
         if ratio > 1:
             return ""
         if not self._taken()[index]:
-            return ", but not surely, and what saves memory is not needed"
+            return ", but within the estimate's error, and nothing needs the memory that it saves"
         if start_s > self._clock.left:
             return f", but starting it takes about {format_seconds(start_s)}, and there was no time left"
-        return f", but not surely enough for its start of about {format_seconds(start_s)}"
+        return f", but too uncertain to be worth its start of about {format_seconds(start_s)}"
 
     def _run(self, runs: DryRuns, index: int) -> None:
         """Run one dry run on all ranks; the result goes to `measured` or `failures`."""
-        strategy, share_s = self._candidates[index].strategy, float(self._crew.broadcast(self._clock.left))
+        strategy, share_s = self._candidates[index].strategy, float(self._coordinator.broadcast(self._clock.left))
         trial = runs.trial(strategy, share_s)
         self.num_runs += 1
         outcome = measure(trial, share_s, self._best_s())
         trial.close()
         if isinstance(outcome, Measurement):
             self.measured[index] = outcome
-            self._guide.tell(index, outcome.step_s)
+            self._guide.observe(index, outcome.step_s)
             self._starts_seen[index] = self.job.starts.saw(strategy, trial.startup_s, outcome.step_s)
             self._kinds[index] = self.job.starts.kind(strategy)
         else:
@@ -250,11 +256,11 @@ class DryRunLoop:
         self.measured.pop(index, None)
         self.failures[index] = self._candidates[index].rejected(failure.why, failure.reason)
         if failure.why == "failed":
-            self._guide.tell_failed(index, failure.reason, of_memory="memory" in failure.reason.lower())
+            self._guide.observe_failure(index, failure.reason, of_memory="memory" in failure.reason.lower())
 
     def _compare(self, runs: DryRuns) -> None:
         """Measure the candidates near the choice in turns, if the comparison is worth its time."""
-        finalists = self._crew.broadcast(self._finalists())
+        finalists = self._coordinator.broadcast(self._finalists())
         if len(finalists) < 2:
             return
         times = self._in_turns(runs, finalists)
@@ -271,7 +277,7 @@ class DryRunLoop:
                 verdict = self.verdicts[index] = Verdict.of(times[index][:turns], times[first][:turns])
                 self.measured[index] = replace(self.measured[index], step_s=verdict.ratio * base_s)
         for index, measurement in self.measured.items():
-            self._guide.tell(index, measurement.step_s)
+            self._guide.observe(index, measurement.step_s)
 
     def _finalists(self) -> list[int]:
         """The choice and candidates near it, the baseline first, within memory and time; none if it does not pay."""
@@ -297,7 +303,7 @@ class DryRunLoop:
             self.reject(index, failure_of(trials[index]))
 
         def goes_on(seconds: float) -> bool:
-            return bool(self._crew.broadcast(seconds < self._clock.left))
+            return bool(self._coordinator.broadcast(seconds < self._clock.left))
 
         try:
             for index in finalists:
@@ -324,7 +330,7 @@ class DryRunLoop:
         return float(self._starts_s(self._kinds)[index])
 
 
-def told(ratio: float) -> str:
+def relative_time(ratio: float) -> str:
     """A step time over the chosen one's, in words."""
     if ratio >= 2:
         return f"{ratio:.1f}× as slow"

@@ -88,15 +88,17 @@ class FaultBarrier:
     """Runs the phases of one piece of work. All ranks call the same methods in the same order.
 
     Args:
-        let_go: called when a phase fails, before the group is closed; drops objects that hold the group.
+        on_failure: called when a phase fails, before the group is closed; drops objects that hold the group.
         timeout_s: seconds that a rank waits for its peers in a phase.
     """
 
-    def __init__(self, world: World, crew: Coordinator, let_go: Callable[[], None], *, timeout_s: float) -> None:
+    def __init__(
+        self, world: World, coordinator: Coordinator, on_failure: Callable[[], None], *, timeout_s: float
+    ) -> None:
         self.failure: str | None = None  # the first failure on any rank, the same on all
         self.elapsed_s = 0.0  # rank 0's seconds since the beginning, as of its last phase
         self.mesh: Mesh | None = None  # the mesh that a phase made
-        self._crew, self._let_go, self._device = crew, let_go, world.device
+        self._coordinator, self._on_failure, self._device = coordinator, on_failure, world.device
         self._timeout_s, self._began, self._is_on_cuda = timeout_s, time.monotonic(), world.device.type == "cuda"
         self._group = None
         self._made: dict[dist.ProcessGroup, None] = {}  # groups that the phases made
@@ -128,7 +130,7 @@ class FaultBarrier:
             traceback.clear_frames(error.__traceback__)  # frames hold objects of the work, and these the group
         if failure is not None:
             self.close()
-        reports = self._crew.gather((failure, value, time.monotonic() - self._began))
+        reports = self._coordinator.gather((failure, value, time.monotonic() - self._began))
         self.elapsed_s = float(reports[0][2])
         failures = [(*report[0], rank) for rank, report in enumerate(reports) if report[0] is not None]
         if not failures:
@@ -155,7 +157,7 @@ class FaultBarrier:
 
     def close(self) -> None:
         """Drop all objects of the work, and close its groups."""
-        self._let_go()
+        self._on_failure()
         mesh, self.mesh, group, self._group = self.mesh, None, self._group, None
         self._made.clear()
         self._others = frozenset()
@@ -290,13 +292,13 @@ def attempt(ctx: Context, work: Callable[[Context], T], more_bytes: float | None
     processes. Process groups that `work` made are closed.
     """
     snapshot, random_state, results = Snapshot(ctx.root), RandomState.now(), list[T]()
-    crew = Coordinator(ctx.world)
+    coordinator = Coordinator(ctx.world)
 
-    def let_go() -> None:
+    def on_failure() -> None:
         results.clear()
         snapshot.restore()  # a sharded model holds the group; ranks that wait in it wake only once it is released
 
-    guard = FaultBarrier(ctx.world, crew, let_go, timeout_s=ctx.world.timeout.total_seconds())
+    guard = FaultBarrier(ctx.world, coordinator, on_failure, timeout_s=ctx.world.timeout.total_seconds())
     isolated = replace(ctx, rank_weights=[], unrounded={})
 
     def working() -> None:
@@ -320,4 +322,4 @@ def attempt(ctx: Context, work: Callable[[Context], T], more_bytes: float | None
         set_current(guard.mesh)
         return results[0], None
     finally:
-        crew.close()
+        coordinator.close()

@@ -29,13 +29,13 @@ class DryRuns:
     """Runs compositions on this job's own processes."""
 
     ctx: Context
-    crew: Coordinator
+    coordinator: Coordinator
     feed: Feed
 
     def refusal(self, strategy: Strategy) -> str | None:
         """The error of a check of the strategy on some rank, or None."""
         for check in (strategy.check_at_work, strategy.check_optimizer):
-            reasons: list[str | None] = self.crew.gather(_why_not(check, self.ctx))
+            reasons: list[str | None] = self.coordinator.gather(_why_not(check, self.ctx))
             if any(reasons):
                 return next(reason for reason in reasons if reason)
         return None
@@ -44,7 +44,7 @@ class DryRuns:
         """A copy of the model under the strategy."""
         if compiles(strategy):
             forget_compiled()  # before the trial, not after: code of the winner can be used when it is applied
-        return Trial(self.ctx, strategy, self.crew, self.feed, TIMEOUT_S, limit_s=limit_s)
+        return Trial(self.ctx, strategy, self.coordinator, self.feed, TIMEOUT_S, limit_s=limit_s)
 
 
 def _why_not(check: Callable[[Context], None], ctx: Context) -> str | None:

@@ -2,13 +2,13 @@
 
 A method multiplies a step's time by about the same factor in any combination: compilation, a lower precision and
 recomputation all do. An error in the estimate of a kind of work affects all steps in proportion to such work
-(`cost.uncertainty`). So the logarithm of measured over estimated seconds is modelled as a sum of unknowns: one for the
-machine, one for each kind of work, one for each method, a smaller one for each pair, and a rest. With normal priors
+(`cost.uncertainty`). So the logarithm of measured over estimated seconds is modelled as a sum of unknowns. There is one
+for the machine, for each kind of work and for each method, a smaller one for each pair, and a rest. With normal priors
 this is a Gaussian process over compositions (Rasmussen and Williams 2006, chapter 2). The common scale of the priors
 follows from the observed errors: Student's t process (Shah, Wilson and Ghahramani 2014).
 
-The value of a run is its expected improvement on the choice (Jones, Schonlau and Welch 1998), given that both have run,
-times the probability that it runs, under each possible cause of the failures so far.
+The value of a run is its expected improvement on the choice (Jones, Schonlau and Welch 1998), times the probability
+that it runs. The probability is taken under each possible cause of the failures so far.
 
 Measurements of earlier searches on the machine are further observations of the same process. Each unknown has a part
 that all jobs share and a part for each job. All times of one search share an unknown for the machine's speed at that
@@ -123,11 +123,11 @@ class Surrogate:
         of_work = (self._work[: len(self._tokens)] ** 2).sum(axis=1)
         return np.asarray(p.machine**2 + of_work + p.method**2 * size + p.pair**2 * size * (size - 1) / 2 + p.rest**2)
 
-    def tell(self, index: int, seconds: float) -> None:
+    def observe(self, index: int, seconds: float) -> None:
         self._measured[index] = seconds
         self._forget()
 
-    def tell_failed(self, index: int, reason: str = "", *, of_memory: bool = False) -> None:
+    def observe_failure(self, index: int, reason: str = "", *, of_memory: bool = False) -> None:
         self._measured.pop(index, None)
         self._failed[index] = reason, of_memory
         self._forget()
@@ -192,11 +192,11 @@ class Surrogate:
         sum of its step's cost and the cost of a try over the probability of success (Weitzman 1979).
         """
         mean, _ = self.predictions
-        doubt = self.apart(int(mean.argmin())) / 2
+        doubt = self.variance_to(int(mean.argmin())) / 2
         doubt[list(self._measured)] = 0.0
         return np.asarray(mean + doubt + starts / np.maximum(self.runs if runs is None else runs, 1e-6))
 
-    def apart(self, index: int) -> Vector:
+    def variance_to(self, index: int) -> Vector:
         """The variance of the difference between every candidate and `index`."""
         _, solved, across, scale = self._posterior
         with_it = self._covariances(np.arange(len(across)), np.array([index]))[:, 0] - across @ solved[:, index]
@@ -209,7 +209,7 @@ class Surrogate:
         `again`: cost of another start after the run, as a fraction of the training ahead. `runs`: probabilities to run.
         """
         costs = self.predictions[0] + again
-        spread = np.sqrt(self.apart(choice))
+        spread = np.sqrt(self.variance_to(choice))
         margins = costs[choice] - costs
         runs = self.runs if runs is None else runs
         gains = runs * [_expected_gain(margin, s) for margin, s in zip(margins, spread, strict=True)]

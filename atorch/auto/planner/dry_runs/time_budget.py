@@ -102,10 +102,12 @@ class Calibration:
             file = _File.model_validate_json(data)
         except (ArgumentError, OSError, ValidationError) as error:
             reason = str(error).splitlines()[0]
-            logger.warning("the calibration %s is ignored and begun anew, it cannot be read: %s", self.path, reason)
+            logger.warning(
+                "the calibration %s is ignored, and a new one begun: it cannot be read: %s", self.path, reason
+            )
             return ()
         if file.machine != self.machine:
-            logger.warning("the calibration %s is ignored and begun anew, it is of another machine", self.path)
+            logger.warning("the calibration %s is ignored, and a new one begun: it is of another machine", self.path)
             return ()
         return tuple(file.observations)
 

@@ -152,7 +152,7 @@ class Trial:
         self,
         ctx: Context,
         strategy: Strategy,
-        crew: Coordinator,
+        coordinator: Coordinator,
         feed: Feed,
         timeout_s: float,
         *,
@@ -168,7 +168,7 @@ class Trial:
         self._memory = PeakMemory(self._device)
         self.is_overdue = False  # True if the trial ended because it took longer than `limit_s`
         self._limit_s = limit_s
-        self._guard = FaultBarrier(ctx.world, crew, self._let_go, timeout_s=timeout_s)
+        self._guard = FaultBarrier(ctx.world, coordinator, self._release, timeout_s=timeout_s)
 
     @property
     def failure(self) -> str | None:
@@ -215,7 +215,7 @@ class Trial:
     def close(self) -> None:
         self._guard.close()
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         self._applied, self._result, self._batches = None, None, iter(())
 
     def _build(self) -> None:

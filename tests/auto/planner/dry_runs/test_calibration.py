@@ -68,7 +68,7 @@ def test_a_damaged_file_is_told_and_written_over(tmp_path, caplog, damage):
     assert broken != kept.path.read_bytes()
     kept.path.write_bytes(broken)
     assert kept.read() == ()
-    assert "kept.json is ignored and begun anew" in caplog.text
+    assert "kept.json is ignored, and a new one begun" in caplog.text
     kept.add([observation("b")])
     assert kept.read() == (observation("b"),)
 
@@ -139,7 +139,7 @@ def test_a_job_that_ran_or_another_one_is_where_a_search_starts():
     mean, deviation = guide.predictions
     assert mean[0] == pytest.approx(math.log(2.0), abs=0.1)
     assert DRIFT < deviation[0] < 1.5 * DRIFT + 0.1
-    guide.tell(0, 2.2)
+    guide.observe(0, 2.2)
     assert guide.predictions[1][0] < 0.05
 
 

@@ -79,13 +79,13 @@ def test_out_of_memory_on_one_rank_wakes_all_whichever_group_they_wait_in(rank: 
                 raise torch.OutOfMemoryError("no room for what is gathered")
             kernels.wait(mesh.group({0: "tensor", 1: "data", 2: "tensor"}[rank]))
 
-        crew = Coordinator(world)
-        guard = FaultBarrier(world, crew, lambda: None, timeout_s=60)
+        coordinator = Coordinator(world)
+        guard = FaultBarrier(world, coordinator, lambda: None, timeout_s=60)
         with kernels.on_device():
             made = guard.together(make_mesh)
             assert made is not None
             assert guard.together(step) is None
-        crew.close()
+        coordinator.close()
         failures.append(guard.failure)
         names.append(made[rank])
         aborted.append(kernels.aborted)
@@ -100,7 +100,7 @@ def test_out_of_memory_on_one_rank_wakes_all_whichever_group_they_wait_in(rank: 
 def test_who_waits_for_each_other_is_woken_when_time_is_over(rank: int, size: int) -> None:
     """Each in a group of another axis: nobody fails, and nobody can be interrupted."""
     kernels, world = Kernels(), World(rank, size, rank, torch.device("cuda"))
-    crew = Coordinator(world)
+    coordinator = Coordinator(world)
 
     def step() -> None:
         mesh = current()
@@ -108,22 +108,22 @@ def test_who_waits_for_each_other_is_woken_when_time_is_over(rank: int, size: in
         kernels.wait(mesh.group(("tensor", "data")[rank % 2]))
 
     with kernels.on_device():
-        guard = FaultBarrier(world, crew, lambda: None, timeout_s=1.0)
+        guard = FaultBarrier(world, coordinator, lambda: None, timeout_s=1.0)
         assert guard.together(make_mesh) is not None
         assert guard.together(step) is None
-    crew.close()
+    coordinator.close()
     assert not kernels.hung
     assert "a peer failed, or was waited for too long" in str(guard.failure)
 
 
 def timeout_of_group(rank: int, size: int) -> float:
     world = World(rank, size, rank, torch.device("cuda"))
-    crew = Coordinator(world)
+    coordinator = Coordinator(world)
     made: Any = dist.new_group
     with mock.patch.object(dist, "new_group", side_effect=made) as called:
-        guard = FaultBarrier(world, crew, lambda: None, timeout_s=180.0)
+        guard = FaultBarrier(world, coordinator, lambda: None, timeout_s=180.0)
     guard.close()
-    crew.close()
+    coordinator.close()
     return float(called.call_args.kwargs["timeout"].total_seconds())
 
 
@@ -143,11 +143,11 @@ def connected(rank: int, size: int) -> list[str]:
         return real(value, *args, group=group, **kwargs)
 
     world = World(rank, size, rank, torch.device("cuda"))
-    crew = Coordinator(world)
-    guard = FaultBarrier(world, crew, lambda: None, timeout_s=60)
+    coordinator = Coordinator(world)
+    guard = FaultBarrier(world, coordinator, lambda: None, timeout_s=60)
     with Kernels().on_device(), mock.patch.object(dist, "all_reduce", all_reduce):
         made = guard.together(make_mesh)
     assert made is not None
     guard.close()
-    crew.close()
+    coordinator.close()
     return [each for each in made[rank][1:] if each not in used]

@@ -58,7 +58,7 @@ def regret(seed, wrong_by, together):
             if gains[index] < MIN_GAIN:
                 break
         measured[index] = truth[index] * math.exp(rng.normal(0, 0.03))
-        guide.tell(index, measured[index])
+        guide.observe(index, measured[index])
     near = [i for i in measured if measured[i] <= min(measured.values()) * 1.35]
     chosen = min(near, key=lambda i: truth[i] * math.exp(rng.normal(0, 0.005)))
     return truth[chosen] / min(truth) - 1, len(measured)
@@ -96,8 +96,8 @@ def test_what_promises_most_by_the_estimate_and_the_start_comes_first():
 
 def test_what_is_learnt_of_one_is_learnt_of_what_is_alike():
     guide = of([], ["a"], ["a", "b"], ["b"], device_type="cpu")
-    guide.tell(0, 2.0)
-    guide.tell(1, 1.0)
+    guide.observe(0, 2.0)
+    guide.observe(1, 1.0)
     mean, deviation = guide.predictions
     assert mean[2] < mean[3] - 0.3  # `a` halved the time of one, so it is expected to halve the other's
     assert deviation[0] < 0.1 < deviation[3]
@@ -107,34 +107,34 @@ def test_what_is_learnt_of_one_is_learnt_of_what_is_alike():
         return Scored(tuple(methods), Estimate(step_s=1.0, peak_bytes=0.0, memory={}, time=seconds))
 
     guide = Surrogate([one(["a"], matmul=1.0), one(["b"], offload=1.0), one(["c"], offload=0.9, matmul=0.1)])
-    guide.tell(0, 1.0)
-    guide.tell(1, 2.0)
+    guide.observe(0, 1.0)
+    guide.observe(1, 2.0)
     mean, _ = guide.predictions
     assert mean[2] > 0.3
 
     near, far = (of(["a"], ["b"], ["c"], ["d"]) for _ in range(2))
     for index, seconds in enumerate((1.0, 1.5, 0.7)):
-        near.tell(index, 1.0)
-        far.tell(index, seconds)
+        near.observe(index, 1.0)
+        far.observe(index, seconds)
     assert far.predictions[1][3] > 2 * near.predictions[1][3]
 
 
 def test_failures_are_explained_and_what_hardly_runs_is_tried_where_it_is_worth_it():
     guide = of(["m"], ["m", "a"], ["m", "b"], ["m", "a", "b"], ["m", "a", "c"], ["m", "d"])
     sure = guide.runs[5]
-    guide.tell_failed(1)
+    guide.observe_failure(1)
     assert guide.runs[4] < 0.7 * sure, "`a` is suspect"
     assert guide.runs[5] > 0.95 * sure, "what all have is not"
-    guide.tell_failed(3)
+    guide.observe_failure(3)
     assert guide.runs[4] < 0.2 * sure
     assert guide.runs[2] > 0.8 * sure, "`b` is explained away"
-    guide.tell(4, 1.0)
+    guide.observe(4, 1.0)
     assert guide.runs[4] == 1.0
 
     same, other = (of(["a", "b"], ["a", "c"], ["a"], ["d"]) for _ in range(2))
     for guide, second in ((same, "no kernel"), (other, "no library")):
-        guide.tell_failed(0, "no kernel")
-        guide.tell_failed(1, second)
+        guide.observe_failure(0, "no kernel")
+        guide.observe_failure(1, second)
     assert same.runs[2] < 0.01 < other.runs[2], "one reason has one cause"
 
     def one(methods, needed):
@@ -142,13 +142,13 @@ def test_failures_are_explained_and_what_hardly_runs_is_tried_where_it_is_worth_
 
     guide = Surrogate([one(["a"], 60.0), one(["a", "b"], 20.0), one(["a", "c"], 65.0)], memory_bytes=100.0)
     before = guide.runs
-    guide.tell_failed(0, of_memory=True)
+    guide.observe_failure(0, of_memory=True)
     after = guide.runs
     assert after[1] > 0.9 * before[1]
     assert after[2] < 0.5 * before[2]
 
     guide, attempt = of(["a"], ["a", "b"], ["c"]), np.full(3, 0.05)
-    guide.tell_failed(0)
+    guide.observe_failure(0)
     assert guide.expected(attempt)[1] > guide.expected(attempt)[2]
     fifth = guide.expected(attempt)[2] + math.log(1.2)
     assert guide.expected(attempt)[1] < fifth, "it is, rather than what takes a fifth longer"

@@ -27,7 +27,7 @@ from atorch.auto.planner.dry_runs.trial import Feed
 from atorch.auto.planner.estimate import CLEAR, EstimateUncertainty, _saved, _saved_by_kind
 from atorch.auto.planner.plan import Measurement
 from atorch.auto.planner.planner import starting_point
-from atorch.auto.planner.ranking import RUNNABLE, Told, Wanted, best_level, gain_of_half, methods_of, ranked
+from atorch.auto.planner.ranking import RUNNABLE, RankingSummary, Wanted, best_level, gain_of_half, methods_of, ranked
 from atorch.auto.strategy import METHODS, Strategy
 from atorch.cluster.spec import ClusterSpec
 from atorch.cost import Memory, ModelProfile, plain_cost
@@ -154,7 +154,7 @@ def test_some_hundreds_are_kept_whatever_the_cluster(
     assert work["estimates"] <= (RUNNABLE * 5 // 4 if work["branches"] else rankings.ALL_SCORED)
     assert 100 < len(found.fitting) <= RUNNABLE * 5 // 4
     assert found.num_compositions <= rankings.ALL_SCORED
-    told = Told.of(found)
+    told = RankingSummary.of(found)
     assert len(pickle.dumps(told)) < 2_000 * found.num_compositions
     assert told.ranking(methods_of(Wanted().space(profile, there, "half"))) == found
 
@@ -190,7 +190,7 @@ def test_of_hundreds_that_promise_something_twelve_are_run() -> None:
     runs: Any = SimpleNamespace(refusal=lambda strategy: None, trial=trial)
     job = SearchJob(
         cluster=there,
-        crew=Coordinator(context().world),
+        coordinator=Coordinator(context().world),
         candidates=fitting,
         clock=TimeBudget(1e6),
         starts=Starts("cuda"),
@@ -206,7 +206,7 @@ def test_a_guide_holds_no_more_than_candidates_times_what_was_seen() -> None:
     tracemalloc.start()
     try:
         guide = Surrogate(many)
-        guide.tell(7, 2.0)
+        guide.observe(7, 2.0)
         assert int(guide.gains(7, np.zeros(1)).argmax()) == 0
         _, most = tracemalloc.get_traced_memory()
     finally:

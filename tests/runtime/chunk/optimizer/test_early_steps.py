@@ -141,7 +141,7 @@ def test_a_loop_that_looks_between_backward_and_step_is_refused() -> None:
         optim.step()  # all else is as it was
     loss(model, data(0)).backward()
     optim.param_groups[0]["lr"] *= 0.5
-    with pytest.raises(ArgumentError, match=r"call the scheduler after optim\.step"):
+    with pytest.raises(ArgumentError, match=r"Call the scheduler after optim\.step"):
         optim.step()
 
 
