@@ -23,7 +23,7 @@ from atorch.distributed.collectives import world_group
 from atorch.distributed.mesh import BATCH_AXES, Mesh
 from atorch.distributed.world import World
 from atorch.errors import ArgumentError
-from atorch.model.deferred_init import Values, give_values
+from atorch.model.deferred_init import ValueSource, give_values
 from atorch.model.meta_device import give_memory, unfilled
 from atorch.model.user_functions import LossFunc
 from atorch.runtime.chunk.parameter import ChunkedParameter
@@ -130,7 +130,7 @@ class Context:
     on_host: tuple[torch.Tensor, ...] = ()  # parameters and other tensors in host memory
     loss_scale: Callable[[], float] = _unscaled  # factor of gradients until the optimizer steps
     unrounded: MutableMapping[torch.Tensor, torch.Tensor] = field(default_factory=dict)  # parameter → exact value
-    initial: Values | None = None  # of a model on the meta device; None if it has values, or gets none
+    initial: ValueSource | None = None  # of a model on the meta device; None if it has values, or gets none
     rank_weights: list[RankWeight] = field(default_factory=list)  # of what was built, by kind of batch
     seen: MutableMapping[str, Any] = field(default_factory=dict)  # observations of the model, shared by all candidates
     already_warned: MutableSet[str] = field(default_factory=set)  # warnings already given, at most once a job

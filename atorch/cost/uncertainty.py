@@ -53,7 +53,9 @@ _AXES: Mapping[str, tuple[str, ...]] = {
     "sharding": ("data", "zero"),
     "pipeline": ("pipeline",),
 }
-_BETWEEN_COPIES = {"host", "sharding", "pipeline"}  # kinds of work that take place outside of a segment's copies
+_BETWEEN_COPIES = frozenset(
+    {"host", "sharding", "pipeline"}
+)  # kinds of work that take place outside of a segment's copies
 
 Shares = tuple[float, ...]  # one for each of `KINDS`
 

@@ -41,7 +41,7 @@ ADVICE = (
 )
 
 
-class Values(Protocol):
+class ValueSource(Protocol):
     """Initial values of a model's parameters and buffers."""
 
     def drawn(self, device: torch.device) -> Iterator[tuple[tuple[str, ...], Tensor]]:
@@ -265,7 +265,7 @@ class _NaNs(TorchDispatchMode):
 
 
 def give_values(
-    initial: Values,
+    initial: ValueSource,
     parts: Iterable[nn.Module],
     device: torch.device,
     write: Callable[[tuple[str, ...], Tensor, Tensor], None],
