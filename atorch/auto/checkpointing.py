@@ -275,9 +275,10 @@ def _load_rest(checkpoint: Checkpoint, held: Sequence[HeldTensor], result: Accel
     saved = checkpoint.by_rank(rank if is_same else 0)
     if isinstance(result.dataloader, Loader) and "loader" in saved:
         result.dataloader.load_state_dict(saved["loader"] if is_same else {**saved["loader"], "began": None})
-    _restore_rng(saved["rng"], result, is_same)
+    if "rng" in saved:
+        _restore_rng(saved["rng"], result, is_same)
     buffers = {name: entry.tensor for entry in held if is_buffer(entry) for name in entry.names}
-    for name, value in saved["buffers"].items() if is_same else ():
+    for name, value in saved.get("buffers", {}).items() if is_same else ():
         buffers[name].copy_(value)
 
 
@@ -304,7 +305,7 @@ def _load_optimizer(checkpoint: Checkpoint, held: Sequence[HeldTensor], optim: O
 
 def _targets(checkpoint: Checkpoint, held: Sequence[HeldTensor], optim: Optimizer) -> StateTargets:
     saved_class, kind = checkpoint.plain["optim"]["class"], type(innermost(optim)).__name__
-    if saved_class != kind:
+    if saved_class not in (kind, None):  # None: another program does not say
         raise CheckpointError(f"the checkpoint is of {saved_class}, and the optimizer is {kind}; make the same one")
     saved: dict[str, dict[str, Any]] = {}
     for full_name, form in checkpoint.names.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import zlib
@@ -17,6 +18,7 @@ from atorch.auto.context import AccelerateResult
 from atorch.checkpoint.boxes import LogicalTensor
 from atorch.checkpoint.files import save
 from atorch.checkpoint.pretrained import (
+    CONFIGS,
     MAX_SHARD_SIZE,
     MODEL,
     export_model,
@@ -197,31 +199,61 @@ def export(
     *,
     dtype: torch.dtype | None = None,
     max_shard_size: int = MAX_SHARD_SIZE,
+    tokenizer: Any = None,
 ) -> None:
     """Write the whole model as Hugging Face has it: `model.safetensors`, or several files and an index, and its config.
+
+    Of a model of peft, its active adapter is written, as `PeftModel.from_pretrained` reads it.
 
     Collective: all processes call it, between steps. The folder appears when it is complete. Until then its parent
     folder, which all processes see, holds the model a second time. A process holds some MiB at a time.
 
     Args:
         result: as `auto_accelerate` returned it.
-        path: of a new folder. A tokenizer can be saved into it afterwards.
+        path: of a new folder.
         dtype: of floating-point tensors; None for the dtype of the parameters, or fp32 where they have masters.
         max_shard_size: the most bytes of a file; a larger tensor has a file of its own.
+        tokenizer: a tokenizer or processor to write beside the model, with its `save_pretrained`.
 
     Raises:
         CheckpointError: on all processes: it cannot be written, or there is something at `path`.
         ArgumentError: `result` is not from `auto_accelerate`, or processes differ in the arguments.
     """
+    if tokenizer is not None and not hasattr(tokenizer, "save_pretrained"):
+        raise ArgumentError(f"tokenizer is {shown(tokenizer)}; give one of Hugging Face's, which has save_pretrained")
     need_result(result, "export")
+    more = [] if tokenizer is None else [tokenizer]
     arguments = {"path": str(path), "dtype": str(dtype), "max_shard_size": max_shard_size}
     given = {name: described(name, value) for name, value in arguments.items()}
     held, states = call_on_all_ranks("export", lambda: given, lambda: held_by(result, only_masters=True))
     tensors, plain, _ = model_content(result, held, states)
+    stem, adapter = "model", all_or_none(lambda: _adapter(result.model, tensors))
+    if adapter is not None:
+        stem, plain = "adapter_model", {"aliases": {}}
+        tensors, config = adapter
+        more.append(config)
     with hidden_folder(Path(path)) as folder:
         save(folder, 0, tensors, plain)
         with Checkpoint.open(folder) as checkpoint:
-            export_model(checkpoint, path, dtype, max_shard_size)
+            export_model(checkpoint, path, dtype, max_shard_size, stem, more)
+
+
+def _adapter(model: nn.Module, tensors: Mapping[str, LogicalTensor]) -> tuple[dict[str, LogicalTensor], Any] | None:
+    """The tensors of a peft model's active adapter under the names of its files, and its config; None for others."""
+    while isinstance(model, Wrapper):
+        model = model.module
+    configs, active = getattr(model, "peft_config", None), getattr(model, "active_adapter", None)
+    if not isinstance(configs, Mapping) or not isinstance(active, str):
+        return None
+    from peft import get_peft_model_state_dict
+
+    # peft chooses and renames; empty tensors stand for those that no process has whole
+    marks: Any = {name.removeprefix(MODEL): torch.empty(0) for name in tensors}
+    names = {id(mark): name for name, mark in marks.items()}
+    chosen = get_peft_model_state_dict(model, marks, active, save_embedding_layers=False)
+    config = copy.copy(configs[active])
+    config.inference_mode = True  # as peft writes it
+    return {MODEL + name: tensors[MODEL + names[id(mark)]] for name, mark in chosen.items()}, config
 
 
 def need_result(result: object, call: str) -> AccelerateResult:
@@ -269,19 +301,18 @@ def model_content(
             logical = LogicalTensor(entry.shape, logical.dtype, [])  # ranks may differ: the first one's is saved
         tensors[MODEL + entry.name] = logical
     plain: dict[str, Any] = {"aliases": {name: entry.name for entry in held for name in entry.names[1:]}}
-    if config := all_or_none(lambda: _config(result.model)):
-        plain["config"] = config
-    return tensors, plain, ranks
+    return tensors, plain | all_or_none(lambda: _configs(result.model)), ranks
 
 
-def _config(model: nn.Module) -> dict[str, Any] | None:
-    """The content of the config.json of a model of Hugging Face."""
+def _configs(model: nn.Module) -> dict[str, Any]:
+    """The content of the config.json of a model of Hugging Face, and of its generation_config.json."""
     while isinstance(model, Wrapper):
         model = model.module
-    config: Any = getattr(model, "config", None)
-    if not hasattr(config, "to_json_string"):
-        return None
-    return {**json.loads(config.to_json_string()), "architectures": [written_class(model).__name__]}
+    given: dict[str, Any] = {name: getattr(model, name, None) for name in CONFIGS}
+    configs = {name: json.loads(one.to_json_string()) for name, one in given.items() if hasattr(one, "to_json_string")}
+    if "config" in configs:
+        configs["config"]["architectures"] = [written_class(model).__name__]
+    return configs
 
 
 def own_rank() -> int:

@@ -7,7 +7,7 @@ import math
 import os
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,6 +38,7 @@ from atorch.files import AnyPath, FileKind, read_bytes, write
 from atorch.units import MiB
 
 MODEL = "model."  # begins the names of the model's tensors in a checkpoint
+CONFIGS = ("config", "generation_config")  # names of files, and of a model's attributes
 MAX_SHARD_SIZE = 5 * 10**9
 _FILE = "model.safetensors"
 _INDEX = FileKind(f"{_FILE}.index.json", CheckpointError, 64 * MiB)
@@ -113,7 +114,8 @@ def _files(path: Path) -> dict[Path, list[str]]:
             files = _indexed(path / _INDEX.name)
         elif not files or not all((folder / name).is_file() for name in files):
             raise CheckpointError(
-                f"{path} is no safetensors file, nor a folder with such files or checkpoints; give one of these"
+                f"{path} is no safetensors file, nor a folder with such files or checkpoints; give one of these, or "
+                "convert what another program has saved: atorch checkpoint convert"
             )
         return {Path(os.path.realpath(folder / name)): listed for name, listed in files.items()}
 
@@ -195,11 +197,17 @@ def hidden_folder(path: Path) -> Iterator[Path]:
 
 
 def export_model(
-    checkpoint: Checkpoint, path: AnyPath, dtype: torch.dtype | None = None, max_shard_size: int = MAX_SHARD_SIZE
+    checkpoint: Checkpoint,
+    path: AnyPath,
+    dtype: torch.dtype | None = None,
+    max_shard_size: int = MAX_SHARD_SIZE,
+    stem: str = "model",
+    more: Iterable[Any] = (),
 ) -> None:
     """Write the model of a checkpoint as a folder that appears when it is complete. All ranks call it together.
 
-    Each rank writes some of the files, and holds some MiB at a time.
+    Each rank writes some of the files, and holds some MiB at a time. `stem`: of the files' names. `more`: what writes
+    more files into the folder with its `save_pretrained`.
 
     Raises:
         CheckpointError: on all ranks: it cannot be written, or the checkpoint is damaged.
@@ -219,8 +227,8 @@ def export_model(
         if shards[-1] and sum(other.num_bytes for other in shards[-1]) + piece.num_bytes > max_shard_size:
             shards.append([])
         shards[-1].append(piece)
-    many = [f"model-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
-    files = dict(zip(many if len(shards) > 1 else [_FILE], shards, strict=True))
+    many = [f"{stem}-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
+    files = dict(zip(many if len(shards) > 1 else [f"{stem}.safetensors"], shards, strict=True))
     with hidden_folder(target) as folder:
 
         def written() -> None:
@@ -234,9 +242,9 @@ def export_model(
                 index = {piece.name: file for file, listed in files.items() for piece in listed}
                 total = {"total_size": sum(piece.num_bytes for piece in pieces)}
                 _write_json(folder / _INDEX.name, {"metadata": total, "weight_map": index})
-            if config := checkpoint.plain.get("config"):
-                floating = next((piece.dtype for piece in pieces if piece.dtype.is_floating_point), torch.float32)
-                _write_json(folder / "config.json", {**config, "dtype": str(floating).removeprefix("torch.")})
+            _write_configs(folder, checkpoint, pieces)
+            for one in more:
+                one.save_pretrained(folder)
             with reporting(f"{target} cannot be written"):
                 commit.sync(folder)
                 os.rename(folder, target)
@@ -244,6 +252,13 @@ def export_model(
 
         all_or_none(written)
         all_or_none(completed)
+
+
+def _write_configs(folder: Path, checkpoint: Checkpoint, pieces: list[_Piece]) -> None:
+    floating = next((piece.dtype for piece in pieces if piece.dtype.is_floating_point), torch.float32)
+    for name in filter(checkpoint.plain.get, CONFIGS):
+        more = {"dtype": str(floating).removeprefix("torch.")} if name == "config" else {}
+        _write_json(folder / f"{name}.json", checkpoint.plain[name] | more)
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:

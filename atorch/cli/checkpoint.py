@@ -77,13 +77,19 @@ def export(
 
 @app.command()
 def convert(
-    folder: Annotated[Path, typer.Argument(exists=True, file_okay=False, help="Of torch.distributed.checkpoint.")],
-    path: Annotated[Path, typer.Argument(help="The folder that gets the checkpoint, as step 0.")],
+    source: Annotated[
+        Path, typer.Argument(exists=True, help="A folder of DCP, DeepSpeed, Accelerate or Hugging Face, or a .pt file.")
+    ],
+    folder: Annotated[Path, typer.Argument(help="The folder that gets the checkpoint.")],
 ) -> None:
-    """Convert the tensors of a folder of torch.distributed.checkpoint into a checkpoint, without running its code."""
-    from atorch.checkpoint.foreign import convert_dcp
+    """Convert what another program has saved into a checkpoint, without running its code."""
+    from atorch.checkpoint.convert import convert
 
-    typer.echo(convert_dcp(folder, path))
+    path, left_out = convert(source, folder)
+    typer.echo(path)
+    if left_out:
+        more = f", and {len(left_out) - 8} more" if len(left_out) > 8 else ""
+        typer.echo(f"left out: {', '.join(left_out[:8])}{more}")
 
 
 def _num_bytes(checkpoint: Checkpoint, name: str) -> int:

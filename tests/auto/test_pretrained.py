@@ -6,10 +6,13 @@ import struct
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from torch import nn
 from typer.testing import CliRunner
 
@@ -20,7 +23,7 @@ from atorch.errors import ArgumentError, CheckpointError
 from tests.auto.test_checkpointing import MODELS, STRATEGIES, in_file, job, losses, small_job
 from tests.checkpoint.jobs import small_blocks
 from tests.language_models import gpt2
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 
 
 def pretrained(model: str, folder: Path) -> nn.Module:
@@ -72,7 +75,9 @@ def check(pool: Pool, tmp_path: Path, model: str, strategy: str) -> None:
     assert config["architectures"] == [type(expected).__name__]
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     assert {path.name for path in (tmp_path / "out").glob("*.safetensors")} == set(index["weight_map"].values())
-    assert {path.name for path in (tmp_path / "bf16").iterdir()} == {"model.safetensors", "config.json"}
+    assert {path.name for path in (tmp_path / "bf16").iterdir()} == {
+        "model.safetensors", "config.json", "generation_config.json"
+    }  # fmt: skip
     assert not list(tmp_path.glob(".*"))
     plain = job(model, "plain")
     plain.model.load_state_dict(state)
@@ -200,6 +205,37 @@ def test_exported_files_are_those_of_the_checkpoint(tmp_path: Path) -> None:
     assert all(
         torch.equal(found[name], value.half() if value.is_floating_point() else value) for name, value in state.items()
     )
+
+
+def test_a_tokenizer_comes_along(tmp_path: Path) -> None:
+    words = Tokenizer(WordLevel({"yes": 0, "no": 1, "?": 2}, unk_token="?"))
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?")
+    result = small_job([])
+    atorch.export(result, tmp_path / "out", tokenizer=tokenizer)
+    again = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path / "out")
+    assert again.get_vocab() == tokenizer.get_vocab()
+    with pytest.raises(ArgumentError, match="which has save_pretrained"):
+        atorch.export(result, tmp_path / "other", tokenizer="gpt2")
+    assert not (tmp_path / "other").exists()
+
+
+@on_ranks(2)
+def test_an_adapter_is_written_as_peft_reads_it(rank: int, size: int, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = peft.get_peft_model(gpt2(), peft.LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter)
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    result = atorch.auto_accelerate(
+        model, torch.optim.AdamW, [torch.zeros(4, dtype=torch.int64)] * 8, lambda batch, output: output.logits.sum(),
+        dataloader_args={"batch_size": 4}, load_strategy=["fsdp"],
+    )[1]  # fmt: skip
+    atorch.export(result, tmp_path / "out", tokenizer=None)
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"adapter_model.safetensors", "adapter_config.json"}
+    torch.manual_seed(0)
+    again = peft.PeftModel.from_pretrained(gpt2(), tmp_path / "out")
+    assert all(torch.equal(value, expected[name]) for name, value in again.state_dict().items())
 
 
 def test_the_command_line_exports_a_checkpoint(tmp_path: Path) -> None:

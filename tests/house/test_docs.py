@@ -18,10 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from atorch.auto import auto_accelerate
 from atorch.auto.opt_lib.module_replace_optimization import REPLACEMENTS
 from atorch.auto.strategy import METHODS, Strategy
+from atorch.cli import app
 from atorch.compat.fsdp1_arguments import ROWS
 from tests.house.source import ROOT, dotted
 from tests.pool import Pool
@@ -207,3 +209,14 @@ def test_blocks_run_and_print_what_stands_below_them(pool: Pool, path: Path, tmp
     for (line, _, expected), got in zip(found, printed, strict=True):
         if expected:
             assert got == expected, f"{name_of(path)}:{line} prints otherwise"
+
+
+def test_commands_on_checkpoints_run(pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = DOCS / "checkpoints.md"
+    pool.run(run_blocks, name_of(path), blocks(path), str(tmp_path), ranks=2)
+    monkeypatch.chdir(tmp_path)
+    commands = re.findall(r"^atorch (checkpoint .*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(commands) == 4
+    for command in commands:
+        run = CliRunner().invoke(app, command.split())
+        assert run.exit_code == 0, f"{command}: {run.output}"
