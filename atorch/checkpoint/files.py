@@ -8,7 +8,8 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import accumulate, pairwise
@@ -35,7 +36,6 @@ from atorch.checkpoint.shard_file import (
 from atorch.distributed.collectives import (
     all_or_none,
     call_on_all_ranks,
-    from_rank_zero,
     gather_objects,
     is_distributed,
 )
@@ -49,6 +49,7 @@ from atorch.logs import OF_THIS_RANK, logger
 _Key = tuple[str, Box]
 _Piece = tuple[str, str, Box, Tensor]  # the tensor's name, that of its dtype, box, values
 _NOTE = FileKind("note", CheckpointError)
+_SHARE = 0.02  # of a core, for the thread that writes in the background
 _PATIENCE_AT_END = timedelta(minutes=1)  # with ranks that write nothing, once this process has nothing else to do
 _Listed = tuple[str, tuple[int, ...], str, list[tuple[tuple[int, ...], tuple[int, ...]]]]
 
@@ -104,32 +105,30 @@ def save(
     given = {"step": step, "folder": os.fspath(folder), "keep_last": keep_last, "keep_every": keep_every}
     facts = {name: described(name, value) for name, value in given.items()}
     local, own, plain_json, rank_json = call_on_all_ranks("save", lambda: facts, checked)
-    ranks = gather_objects((own, rank_json))
-    listed = [of_rank for of_rank, _ in ranks]
-    owned = _owned(listed, rank)
-    pieces = [
-        (name, dtype_name(name, tensor.dtype), box, values)
-        for name, tensor in local.items()
-        for box, values in {box: values for box, values in tensor.pieces if (name, box) in owned}.items()
-    ]
-    made = from_rank_zero(all_or_none(lambda: commit.begin(base, step) if rank == 0 else None))
-    assert made is not None, "rank 0 has made it"
-    saved = {name: Saved(shape, dtype) for items in listed for name, shape, dtype, _ in items}
-    part = _Part(made, rank, step, saved, plain_json, [of_rank for _, of_rank in ranks], (keep_last, keep_every))
+    made = all_or_none(lambda: commit.begin(base, step) if rank == 0 else None)
     try:
+        ranks = gather_objects((own, rank_json, made))
+        listed = [of_rank for of_rank, *_ in ranks]
+        owned = _owned(listed, rank)
+        pieces = [
+            (name, dtype_name(name, tensor.dtype), box, values)
+            for name, tensor in local.items()
+            for box, values in {box: values for box, values in tensor.pieces if (name, box) in owned}.items()
+        ]
+        saved = {name: Saved(shape, dtype) for items in listed for name, shape, dtype, _ in items}
+        by_ranks = [of_rank for _, of_rank, _ in ranks]
+        part = _Part(ranks[0][2], rank, step, saved, plain_json, by_ranks, (keep_last, keep_every))
         if background is not None:
             copies = all_or_none(lambda: background.copied(part.need_shared(pieces)))
-            background.start(lambda: part.write_alone(copies))
-            return base / commit.name_of(step)
-        with ThreadPoolExecutor(2) as threads:
-            shards = gather_objects(all_or_none(lambda: part.write(part.need_shared(pieces), threads)))
-        path = from_rank_zero(all_or_none(lambda: part.publish(shards) if rank == 0 else None))
+            background.start(lambda: part.write_alone(copies, background.pause))
+        else:
+            shards = gather_objects(all_or_none(lambda: part.write(part.need_shared(pieces))))
+            all_or_none(lambda: part.publish(shards) if rank == 0 else None)
     except Exception:
-        if rank == 0:
+        if made is not None:
             commit.discard(made)
         raise
-    assert path is not None, "rank 0 has published it"
-    return path
+    return base / commit.name_of(step)
 
 
 @dataclass(frozen=True)
@@ -152,8 +151,8 @@ class _Part:
             )
         return pieces
 
-    def write(self, pieces: list[_Piece], threads: ThreadPoolExecutor | None = None) -> Shard | None:
-        return write_shard(self.folder / f"rank-{self.rank:05}.safetensors", pieces, threads) if pieces else None
+    def write(self, pieces: list[_Piece], pause: Callable[[], object] = lambda: None) -> Shard | None:
+        return write_shard(self.folder / f"rank-{self.rank:05}.safetensors", pieces, pause) if pieces else None
 
     def need_folder(self) -> None:
         if not self.folder.is_dir():
@@ -167,11 +166,11 @@ class _Part:
         manifest = Manifest(self.step, len(self.by_rank), self.tensors, files, self.plain, self.by_rank)
         return commit.publish(self.folder, manifest, *self.kept)
 
-    def write_alone(self, pieces: list[_Piece]) -> None:
+    def write_alone(self, pieces: list[_Piece], pause: Callable[[], object]) -> None:
         """Write and publish without exchanges between processes, which may be training: ranks leave notes instead."""
         shard, failure = None, None
         try:
-            shard = self.write(pieces)  # without threads: there are no new ones at the end of a process
+            shard = self.write(pieces, pause)
         except CheckpointError as error:
             failure = error
         try:
@@ -202,8 +201,9 @@ class _Part:
             elif time.monotonic() > began + patience.total_seconds():
                 raise CheckpointError(f"rank {rank} has written nothing for {patience}; look there for what happened")
             time.sleep(0.02)
-        told, shard = json.loads(note.read_bytes())
-        note.unlink()
+        with reporting(f"{note} cannot be removed"):
+            told, shard = json.loads(note.read_bytes())
+            note.unlink()
         if told:
             raise CheckpointError(f"rank {rank} failed: {told}")
         if shard is None:
@@ -215,13 +215,15 @@ class _Part:
 class BackgroundWriter:
     """Writes one checkpoint at a time in a thread, from copies in host memory that it keeps for the next one.
 
-    The process waits at its end until the last one is written.
+    The thread takes time that nothing else wants, and little of it, until somebody waits for it. The process waits at
+    its end until the last checkpoint is written.
     """
 
     def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._future: Future[None] | None = None
         self._memory = torch.empty(0, dtype=torch.uint8)
+        self._is_awaited = threading.Event()
+        self._used = 0.0
 
     def wait(self) -> None:
         """Wait on this rank until the last checkpoint is written.
@@ -231,7 +233,15 @@ class BackgroundWriter:
         """
         future, self._future = self._future, None
         if future is not None:
+            self._is_awaited.set()
             future.result()
+
+    def pause(self) -> None:
+        """Leave the processor to others for most of the time, unless somebody waits."""
+        now = time.thread_time()
+        if threading.main_thread().is_alive():
+            self._is_awaited.wait((now - self._used) * (1 / _SHARE - 1))
+        self._used = now
 
     def copied(self, pieces: list[_Piece]) -> list[_Piece]:
         """`pieces` with copies of their values, page-locked if these are on a CUDA device."""
@@ -249,8 +259,23 @@ class BackgroundWriter:
 
     def start(self, work: Callable[[], None]) -> None:
         """Begin to write; `wait` has been called since the last time."""
-        self._future = self._thread.submit(work)
-        self._future.add_done_callback(_log_failure)
+        self._future = future = Future[None]()
+        future.add_done_callback(_log_failure)
+        self._is_awaited.clear()
+
+        def run() -> None:
+            with suppress(AttributeError, OSError):  # Linux has it, if its administrator allows
+                os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # of this thread, its writes included
+            self._used = time.thread_time()
+            try:
+                work()
+            except BaseException as error:  # nobody may wait without end
+                future.set_exception(error)
+            else:
+                future.set_result(None)
+
+        # That of an executor would be waited for while the main thread still counts as alive.
+        threading.Thread(target=run, name="checkpoint").start()
 
 
 def _log_failure(future: Future[None]) -> None:

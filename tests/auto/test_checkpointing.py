@@ -578,7 +578,7 @@ def test_the_end_of_a_process_waits_for_the_checkpoint(tmp_path: Path) -> None:
         "import sys, time; from unittest import mock; import atorch; from atorch.checkpoint import files\n"
         "from tests.auto.test_checkpointing import small_job\n"
         "write = files.write_shard\n"
-        "files.write_shard = lambda *args: (time.sleep(0.5), write(*args))[1]\n"
+        "files.write_shard, files._SHARE = lambda *args: (time.sleep(1), write(*args))[1], 1e-9\n"
         "atorch.save_checkpoint(sys.argv[1], small_job([]), 7, background=True)\n"
         "raise SystemExit(3)\n"
     )

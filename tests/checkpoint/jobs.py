@@ -76,7 +76,6 @@ class Ranks:
         collectives = {
             "gather_objects": self._gather,
             "all_or_none": self._all_or_none,
-            "from_rank_zero": lambda value: self._gather(value)[0],
             "is_distributed": lambda: True,
             "dist": mock.Mock(
                 get_rank=lambda: self._rank.value,
@@ -85,7 +84,11 @@ class Ranks:
                 irecv=self._receive,
             ),
         }
-        exchange = {"answered": lambda exchange, group: exchange(), "present_group": lambda: None}
+        exchange = {
+            "answered": lambda exchange, group: exchange(),
+            "present_group": lambda: None,
+            "from_rank_zero": lambda value: self._gather(value)[0],
+        }
         calls = {"call_on_all_ranks": lambda call, given, work: self._all_or_none(work)}
         with (
             mock.patch.multiple(files, **collectives, **calls),
@@ -133,11 +136,11 @@ def state(number: int) -> dict[str, LogicalTensor]:
     }
 
 
-def save_state(folder: Path, step: int, number: int | None = None, **kept: int) -> Path:
+def save_state(folder: Path, step: int, number: int | None = None, **options: Any) -> Path:
     """Save `state(number)`, by default that of the step's number, with the number in plain data of both kinds."""
     number = step if number is None else number
     seed = {"number": number, "of_rank": torch.full((3,), number)}
-    return save(folder, step, state(number), {"number": number, "shared": torch.tensor([number])}, seed, **kept)
+    return save(folder, step, state(number), {"number": number, "shared": torch.tensor([number])}, seed, **options)
 
 
 def saved_number(folder: Path, step: int | None = None) -> int:

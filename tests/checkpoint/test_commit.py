@@ -9,6 +9,7 @@ import os
 import random
 import signal
 import struct
+import threading
 import time
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -17,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from atorch.checkpoint import files
 from atorch.checkpoint.commit import steps
 from atorch.checkpoint.files import BackgroundWriter, save
 from atorch.checkpoint.reading import Checkpoint
@@ -26,6 +28,11 @@ from tests.checkpoint.test_files import share
 from tests.pool import IMPORTED
 
 CALLS = ("rename", "replace", "unlink", "rmdir", "fsync")
+JOBS = pytest.mark.parametrize(
+    ("step", "ranks", "background"),
+    [(4, 1, False), (3, 1, False), (3, 2, True)],
+    ids=["a new step", "the same step again", "the same step again, on two in the background"],
+)
 
 
 class Stop(BaseException):
@@ -33,44 +40,55 @@ class Stop(BaseException):
 
 
 class Stopping:
-    """Functions of `os` that count their calls, and end at one of them; so does each later one."""
+    """Functions of `os` that count their calls, and end at one of them; after a stop, so does each later one."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, at: int, error: BaseException) -> None:
         self.number, self._at, self._error = 0, at, error
-        for name in CALLS:
-            monkeypatch.setattr(os, name, self._wrapped(getattr(os, name)))
+        for name in (*CALLS, "stat"):  # what waits for a rank that is gone looks for its files
+            monkeypatch.setattr(os, name, self._wrapped(getattr(os, name), number=int(name in CALLS)))
 
-    def _wrapped(self, function):
+    def _wrapped(self, function, number: int):
         def call(*args, **options):
-            self.number += 1
-            if self.number == self._at or (self.number > self._at and isinstance(self._error, Stop)):
+            self.number += number
+            is_stopped = self.number >= self._at and isinstance(self._error, Stop)
+            if (number and self.number == self._at) or is_stopped:
                 raise self._error
             return function(*args, **options)
 
         return call
 
 
-def interrupted(folder: Path, step: int, number: int, at: int, error: BaseException) -> bool:
+def interrupted(
+    folder: Path, step: int, number: int, at: int, error: BaseException, *, ranks: int, background: bool
+) -> bool:
     """Save `state(number)`, ending at a call of `os`; False if there are fewer calls."""
+
+    def work(rank: int) -> None:
+        writer = BackgroundWriter() if background else None
+        save_state(folder, step, number, keep_last=2, background=writer)
+        if writer is not None:
+            files.all_or_none(writer.wait)
+
     with pytest.MonkeyPatch.context() as patch:
         stopping = Stopping(patch, at, error)
         try:
-            save_state(folder, step, number, keep_last=2)
-        except (Stop, CheckpointError):
+            errors = Ranks(ranks).run(work) if ranks > 1 else [work(0)]
+        except (Stop, CheckpointError, threading.BrokenBarrierError):
             return True
-    assert stopping.number < at
-    return False
+    told = [isinstance(result, CheckpointError) for result in errors]
+    assert all(told) == any(told) == (stopping.number >= at)
+    return any(told)
 
 
-@pytest.mark.parametrize("step", [4, 3], ids=["a new step", "the same step again"])
-def test_a_process_that_stops_before_any_call(tmp_path: Path, step: int) -> None:
+@JOBS
+def test_a_process_that_stops_before_any_call(tmp_path: Path, step: int, ranks: int, background: bool) -> None:
     at = 0
     while True:
         at += 1
         folder = tmp_path / str(at)
         for earlier in (2, 3):
             save_state(folder, earlier)
-        stopped = interrupted(folder, step, 100, at, Stop())
+        stopped = interrupted(folder, step, 100, at, Stop(), ranks=ranks, background=background)
         found = saved_number(folder)
         assert found in (3, 100)
         assert [saved_number(folder, other) for other in steps(folder)][-1] == found
@@ -94,7 +112,8 @@ def test_a_call_that_fails(tmp_path: Path, step: int) -> None:
         at += 1
         folder = tmp_path / str(at)
         save_state(folder, 3)
-        if not interrupted(folder, step, 100, at, OSError(errno.ENOSPC, "No space left on device")):
+        error = OSError(errno.ENOSPC, "No space left on device")
+        if not interrupted(folder, step, 100, at, error, ranks=1, background=False):
             break
         assert saved_number(folder) in (3, 100)
         assert not list(folder.glob(".*.part/manifest.json")) or step in steps(folder)

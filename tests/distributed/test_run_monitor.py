@@ -144,6 +144,8 @@ def failing(rank: int, size: int, folder: str, place: str, number: int, strategy
                 monitor.should_stop()
                 if step == 2 and rank == 1 and place != "save":
                     register_at[place](fail)
+                if step == 1:
+                    atorch.save_checkpoint(folder, result, step)
                 if step == 2 and place == "save":
                     with mock.patch.object(os, "fsync", fail if rank == 1 else os.fsync):
                         atorch.save_checkpoint(folder, result, step)
@@ -174,6 +176,7 @@ def test_a_rank_that_dies_or_stops_is_named(pool: Pool, tmp_path: Path, strategy
     assert re.search(r"rank 1 on .*, process \d+, does not respond: it has ended or is stopped", told)
     where = "lost a connection in step 3" if number == signal.SIGKILL else r"is in step 3, at \w+.py:\d+ in \w+"
     assert re.search(f"rank 0 {where}", told)
+    assert atorch.resume_or_start(tmp_path, job([])) == 1
 
 
 @on_ranks(2)
