@@ -348,7 +348,14 @@ def with_other_pickle(draw: random.Random, data: bytes) -> bytes:
 
 @pytest.mark.timeout(3600)
 @pytest.mark.filterwarnings("ignore")  # torch's own, of what it reads
-@pytest.mark.parametrize("trials", [150, pytest.param(100_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "trials",
+    [
+        150,
+        pytest.param(5_000, marks=pytest.mark.slow),
+        pytest.param(100_000, marks=[pytest.mark.slow, pytest.mark.nightly]),
+    ],
+)
 @pytest.mark.parametrize("reader", READERS)
 def test_fuzzed_folders_of_other_programs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reader: str, trials: int
