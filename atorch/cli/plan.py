@@ -7,6 +7,7 @@ JSON file, a page, and a strategy file. Answers for several clusters are shown s
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -42,6 +43,7 @@ CLUSTER_HELP = (
     "cloud's machine such as 4xp5.48xlarge; or a cluster file. Give it several times to compare clusters. "
     "Without it: the GPUs of this machine, or where it has none one node each of a few usual ones."
 )
+GPU_HELP = "One device, such as rtx3090 or 'RTX 3090': short for --cluster 1xNAME. 2xNAME is two in one machine."
 
 What = Literal["devices", "batch", "seq"]
 ObjectiveName = Literal["step_time", "throughput", "cost", "fewest_devices"]
@@ -56,8 +58,16 @@ def _file(name: str, help_text: str, exists: bool = False) -> Any:
     return typer.Option(name, exists=exists, dir_okay=False, metavar="FILE", help=help_text)
 
 
-MODEL = "A Hugging Face config.json, a folder that has one, or a job FILE.py:NAME: arguments of atorch.plan."
+def _word(metavar: str, help_text: str) -> Any:
+    return typer.Option(metavar=metavar, help=help_text)
+
+
+MODEL = (
+    "A Hugging Face config.json, a folder that has one, a model on the Hub, or a job FILE.py:NAME: arguments of "
+    "atorch.plan."
+)
 Number = int | None
+Word = str | None
 File = Path | None
 Names = Annotated[list[str] | None, typer.Option(metavar="NAMES", help="Method names, separated by commas.")]
 
@@ -66,6 +76,7 @@ def plan(
     context: typer.Context,
     named: Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL)] = None,
     cluster: Annotated[list[str] | None, typer.Option(metavar="TEXT", help=CLUSTER_HELP)] = None,
+    gpu: Annotated[list[str] | None, typer.Option(metavar="NAME", help=GPU_HELP)] = None,
     model: Annotated[File, _file("--model", "The same as MODEL: a config.json.", exists=True)] = None,
     layers: Annotated[Number, _number("Number of blocks. With --hidden and the rest, in place of MODEL.")] = None,
     hidden: Annotated[Number, _number("Hidden size.")] = None,
@@ -77,6 +88,12 @@ def plan(
     top_k: Annotated[Number, _number("Experts for each token.")] = None,
     batch: Annotated[Number, _number("Global batch: samples of a step on all devices.")] = None,
     seq: Annotated[Number, _number("Sequence length: tokens of a sample.")] = None,
+    lora: Annotated[Word, _word("RANK[:TARGETS]", "Adapters beside frozen weights, such as 16 or 16:q,v.")] = None,
+    qlora: Annotated[bool, typer.Option("--qlora", help="The same beside weights in 4 bits.")] = False,
+    optimizer: Annotated[Word, _word("adamw|adamw8bit|adamw_bf16|adafactor|muon|sgd|lion", "The optimizer.")] = None,
+    dtype: Annotated[Word, _word("fp32|bf16|fp16", "Numbers of the weights; bf16 beside adapters.")] = None,
+    attention: Annotated[Word, _word("sdpa|flash_attention_2|eager", "The model's attention.")] = None,
+    cross_entropy: Annotated[Word, _word("chunked", "Compute the loss by chunks of tokens.")] = None,
     fit: Annotated[What | None, typer.Option(help="Find the fewest devices, largest batch, longest sample.")] = None,
     objective: Annotated[ObjectiveName, typer.Option(help="The figure to optimize.")] = "step_time",
     exclude: Names = None,
@@ -102,28 +119,17 @@ def plan(
 
     outputs = Outputs(json_file, html, save, shlex.join(["atorch", *(context.obj or ())]))
     shape = {
-        "layers": layers,
-        "hidden": hidden,
-        "heads": heads,
-        "kv-heads": kv_heads,
-        "ffn": ffn,
-        "vocab": vocab,
-        "experts": experts,
-        "top-k": top_k,
+        **{"layers": layers, "hidden": hidden, "heads": heads, "kv-heads": kv_heads, "ffn": ffn, "vocab": vocab},
+        **{"experts": experts, "top-k": top_k},
     }
     wanted: dict[str, Any] = {
-        "global_batch": batch,
-        "excluded": _names(exclude),
-        "included": _names(include),
-        "fixed": fixed,
-        "extend": extend,
-        "precision": precision,
-        "host_memory": bool(host_memory) if fit else host_memory,
-        "objective": objective,
-        "reserve": reserve,
+        **{"global_batch": batch, "excluded": _names(exclude), "included": _names(include), "fixed": fixed},
+        **{"extend": extend, "precision": precision, "objective": objective, "reserve": reserve},
+        **{"lora": lora, "qlora": qlora, "optimizer": optimizer, "dtype": dtype, "attention": attention},
+        **{"cross_entropy": cross_entropy, "host_memory": bool(host_memory) if fit else host_memory},
     }
-    PlanRequest(**wanted)  # before the model is read, which may take minutes
-    source, clusters = source_of(named, model, shape), clusters_of(cluster)
+    request = PlanRequest(**wanted)  # before the model is read, which may take minutes
+    source, clusters = source_of(named, model, shape, request), clusters_of([*(cluster or ()), *map(_one, gpu or ())])
     outputs.check(len(clusters))
     several = len(clusters) > 1
     read = _reader(source, seq, once=several)
@@ -239,6 +245,10 @@ def _names(options: list[str] | None) -> list[str] | None:
     """The names in options such as `--exclude fp8,compile --exclude zero2`."""
     names = [name.strip() for option in options or () for name in option.split(",")]
     return [name for name in names if name] or None
+
+
+def _one(gpu: str) -> str:
+    return gpu if re.match(r"\s*\d+\s*[x×*]", gpu) else f"1x{gpu}"
 
 
 def clusters_of(descriptions: Sequence[str] | None) -> list[tuple[str, ClusterSpec]]:

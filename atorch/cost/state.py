@@ -73,6 +73,7 @@ class Cost:
     optim_itemsize: float = 8.0
     optim_is_elementwise: bool = True  # steps every element independently, so its state can be split anywhere
     optim_traffic: float = 1.0  # seconds of its step, relative to reading and writing everything once
+    optim_flops: float = 0.0  # of its step, an element, in 16 bits
     master_itemsize: float = 0.0  # fp32 copies of low-precision parameters; sharded like the optimizer state
     param_shards: float = 1.0
     grad_shards: float = 1.0
@@ -250,6 +251,7 @@ def plain_cost(profile: ModelProfile, batch_size: int | None = None, device_byte
         # Multi-tensor Adam, as torch steps on GPUs, holds the roots of all second moments at once.
         step_itemsize=grad_itemsize if profile.optim_state_per_param >= 2.0 and profile.optim_temporaries else 0.0,
         optim_traffic=profile.optim_traffic,
+        optim_flops=profile.optim_flops,
         num_counts=profile.num_counts,
         attention=profile.attention,
         dtype="bfloat16" if mean < 3.0 else "float32",

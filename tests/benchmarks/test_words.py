@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
+from atorch.cost.adapted_profile import ALL_LINEAR
 from atorch.errors import ArgumentError
-from benchmarks.published.adapted_profile import ALL_LINEAR
 from benchmarks.published.adapters import adapters_of
 from benchmarks.published.frameworks import Framework
 from benchmarks.published.layout import framework_for, layout_of

@@ -87,9 +87,11 @@ def test_a_job_that_fits_nowhere_names_the_nearest_miss(capsys):
     [
         (["--cluster", "8xL4"], "give one of a config.json, a folder that has one, a job (FILE.py:NAME), or a shape"),
         (["jobs.py:job", *SMALL, "--cluster", "8xL4"], "give one of a config.json"),
-        (["nofile", "--cluster", "8xL4"], "there is no file or folder 'nofile', and nothing is downloaded; give"),
+        (["nofile", "--cluster", "8xL4"], "there is no file or folder 'nofile', and no model of this name"),
         (["no/such/config.json", "--cluster", "8xL4"], "there is no file or folder 'no/such/config.json'"),
-        (["meta-llama/Llama-3.1-8B", "--cluster", "8xL4"], "nothing is downloaded; give a config.json"),
+        (["owner/Qwen3-8Bb", "--cluster", "8xL4"], "did you mean Qwen/Qwen3-8B or"),
+        (["Qwen/Qwen3-8B", "--optimizer", "adam8bit", "--gpu", "L4"], "did you mean 'adamw8bit'?"),
+        (["tests/x.py:job", "--lora", "8", "--gpu", "L4"], "lora cannot be given for a job"),
         (["tests", "--cluster", "8xL4"], "the folder tests has no config.json"),
         (["pyproject.tml", "--cluster", "8xL4"], "did you mean 'pyproject.toml'?"),
         ([__file__, "--cluster", "8xL4"], "test_plan.py:NAME for a job in it"),
@@ -103,6 +105,8 @@ def test_a_job_that_fits_nowhere_names_the_nearest_miss(capsys):
         ([*SMALL, "--heads", "3", "--cluster", "8xL4"], "--hidden 256, --heads 3"),
         ([*SMALL, "--top-k", "2", "--cluster", "8xL4"], "--top-k 2 of no experts"),
         ([*SMALL, "--experts", "4", "--top-k", "5", "--cluster", "8xL4"], "--top-k 5 of 4 experts"),
+        ([*SMALL, "--gpu", "TPU v5e"], "is a TPU, and atorch plans for CUDA, ROCm and CPU devices"),
+        ([*SMALL, "--cluster", "1x3090", "--gpu", "3090"], "--cluster 1x3090 is given 2 times"),
         ([*SMALL, "--cluster", "8xL44"], "there is no cluster named 'L44'"),
         ([*SMALL, "--cluster", "8xL4", "--batch", "0"], "--batch"),
         ([*SMALL, "--cluster", "8xL4", "--objective", "joy"], "joy"),
@@ -176,6 +180,26 @@ def test_what_fits_is_found_on_each_cluster(capsys):
     command = [*SMALL, *FEW, "--fit", "devices", "--batch", "64", "--cluster", "8xL4", "--cluster", "8xH100-80GB"]
     assert plan(*command) == 0
     assert "fits devices 1 devices 1" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_model_on_the_hub_is_planned_as_its_training_is_described(tmp_path, capsys):
+    data = tmp_path / "plan.json"
+    recipe = ["--lora", "16:q,v", "--optimizer", "adamw8bit", "--cross-entropy", "chunked", "--seq", "512"]
+    assert plan("qwen/qwen3-8b", *recipe, "--gpu", "rtx3090", "--json", str(data)) == 0
+    found = json.loads(data.read_text())
+    assert "cross_entropy" in found["strategy"]
+    assert found["num_params"] == pytest.approx(8.19e9, rel=0.01)
+    assert "qwen/qwen3-8b, lora 16:q,v, optimizer" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_gpu_is_one_device_unless_it_is_counted(tmp_path):
+    data = tmp_path / "plan.json"
+    assert plan(*SMALL, *FEW, "--gpu", "RTX 3090", "--gpu", "2 x 3090", "--json", str(data)) == 0
+    found = json.loads(data.read_text())["clusters"]
+    assert [(name, answer["cluster"]["devices_per_node"]) for name, answer in found.items()] == [
+        ("1xRTX 3090", 1),
+        ("2 x 3090", 2),
+    ]
 
 
 @pytest.mark.parametrize(("columns", "more"), [("40", ["--top", "2"]), ("200", ["--verbose"])])
