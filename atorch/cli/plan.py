@@ -6,6 +6,7 @@ JSON file, a page, and a strategy file. Answers for several clusters are shown s
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 import shlex
@@ -34,8 +35,8 @@ if TYPE_CHECKING:
     Read: TypeAlias = Callable[[ClusterSpec], Subject]
 
 
-MAX_DEVICES, MAX_BATCH, MAX_SEQ = 2**17, 2**24, 2**24  # limits of --fit
-FIRST_SEQ = 4096
+MAX_DEVICES, MAX_BATCH, MAX_SEQ, FIRST_SEQ = 2**17, 2**24, 2**24, 4096  # limits of --fit, and where seq begins
+NARROW = 3  # exit status: the plan of each cluster on which something fits does so by less than the estimate's error
 IN_PARTS = ("micro_batch", "pipeline_parallel")  # methods that run a batch in parts
 TYPICAL = ("8xA100-80GB", "8xH100-80GB", "8xH200", "8xB200")
 CLUSTER_HELP = (
@@ -62,10 +63,7 @@ def _word(metavar: str, help_text: str) -> Any:
     return typer.Option(metavar=metavar, help=help_text)
 
 
-MODEL = (
-    "A Hugging Face config.json, a folder that has one, a model on the Hub, or a job FILE.py:NAME: arguments of "
-    "atorch.plan."
-)
+MODEL = "A config.json, a folder that has one, a model on the Hub, or a job FILE.py:NAME (arguments of atorch.plan)."
 Number = int | None
 Word = str | None
 File = Path | None
@@ -82,6 +80,8 @@ def plan(
     hidden: Annotated[Number, _number("Hidden size.")] = None,
     heads: Annotated[Number, _number("Attention heads.")] = None,
     kv_heads: Annotated[Number, _number("Key and value heads.")] = None,
+    head_dim: Annotated[Number, _number("Features of a head, if they are not --hidden / --heads.")] = None,
+    tied: Annotated[bool, typer.Option("--tied", help="The head has the weights of the embedding.")] = False,
     ffn: Annotated[Number, _number("Width of the feed-forward layer, or of an expert.")] = None,
     vocab: Annotated[Number, _number("Vocabulary size.")] = None,
     experts: Annotated[Number, _number("Experts in a block.")] = None,
@@ -111,16 +111,22 @@ def plan(
     json_file: Annotated[File, _file("--json", "Write the answer as JSON.")] = None,
     html: Annotated[File, _file("--html", "Write the answer as a page.")] = None,
     save: Annotated[File, _file("--save", "Write the chosen strategy to a file.")] = None,
-) -> None:
-    """Find the best strategy for a model on a cluster. You need neither the weights nor the GPUs."""
+) -> int:
+    """Find the best strategy for a model on a cluster. You need neither the weights nor the GPUs.
+
+    Exit status: 0 it fits, 3 it fits narrowly, 2 nothing fits, 1 an error.
+    """
+    gc.disable()  # imports leave little garbage, and looking for it takes a fifth of a short plan's time
     from atorch.auto.plan_for_cluster import plan_for
     from atorch.auto.planner.request import PlanRequest
     from atorch.report.text import telling
 
+    gc.freeze()
+    gc.enable()
     outputs = Outputs(json_file, html, save, shlex.join(["atorch", *(context.obj or ())]))
     shape = {
         **{"layers": layers, "hidden": hidden, "heads": heads, "kv-heads": kv_heads, "ffn": ffn, "vocab": vocab},
-        **{"experts": experts, "top-k": top_k},
+        **{"experts": experts, "top-k": top_k, "head-dim": head_dim, "tied": tied or None},
     }
     wanted: dict[str, Any] = {
         **{"global_batch": batch, "excluded": _names(exclude), "included": _names(include), "fixed": fixed},
@@ -140,7 +146,10 @@ def plan(
             return _fit_answer(fit, source, read, spec, seq, wanted)
         return NamedAnswer(plan_for(read(spec), spec, verify=verify, doing=telling, **wanted))
 
-    give(_answers(clusters, ask), source.title, outputs, top, verbose)
+    answers = _answers(clusters, ask)
+    give(answers, source.title, outputs, top, verbose)
+    plans = [answer.plan for _, answer in answers if isinstance(answer, NamedAnswer)]
+    return NARROW if not fit and all(plan.fits_narrowly for plan in plans) else 0
 
 
 def _answers(

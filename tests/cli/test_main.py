@@ -8,7 +8,7 @@ import pytest
 import typer
 
 from atorch import cli
-from atorch.errors import StrategyError
+from atorch.errors import NoFeasiblePlanError, StrategyError
 
 
 def test_the_package_runs_as_the_command(capsys, monkeypatch):
@@ -52,6 +52,7 @@ def test_a_mistake_is_one_line_and_status_2(arguments, told, capsys):
     ("raised", "status", "told"),
     [
         (StrategyError("two of one slot"), 2, "atorch: two of one slot\n"),
+        (NoFeasiblePlanError("nothing fits"), 2, "atorch: nothing fits\n"),
         (typer.Exit(1), 1, ""),
         (typer.Abort(), 130, ""),
     ],

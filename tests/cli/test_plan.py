@@ -85,7 +85,10 @@ def test_a_job_that_fits_nowhere_names_the_nearest_miss(capsys):
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["--cluster", "8xL4"], "give one of a config.json, a folder that has one, a job (FILE.py:NAME), or a shape"),
+        (
+            ["--cluster", "8xL4"],
+            "give one of a config.json, a folder that has one, a model on the Hub, a job (FILE.py:NAME), or",
+        ),
         (["jobs.py:job", *SMALL, "--cluster", "8xL4"], "give one of a config.json"),
         (["nofile", "--cluster", "8xL4"], "there is no file or folder 'nofile', and no model of this name"),
         (["no/such/config.json", "--cluster", "8xL4"], "there is no file or folder 'no/such/config.json'"),
@@ -116,8 +119,8 @@ def test_a_job_that_fits_nowhere_names_the_nearest_miss(capsys):
         ([*SMALL, "--cluster", "8xL4", "--fit", "batch", "--batch", "8"], "leave --batch out"),
     ],
 )
-def test_a_mistake_is_one_line_and_status_2(arguments, told, capsys):
-    assert plan(*arguments) == 2
+def test_a_mistake_is_one_line_and_status_1(arguments, told, capsys):
+    assert plan(*arguments) == 1
     output = capsys.readouterr()
     lines = [line for line in output.err.splitlines() if "parameters, read in" not in line]
     assert output.out == ""
@@ -189,7 +192,14 @@ def test_a_model_on_the_hub_is_planned_as_its_training_is_described(tmp_path, ca
     found = json.loads(data.read_text())
     assert "cross_entropy" in found["strategy"]
     assert found["num_params"] == pytest.approx(8.19e9, rel=0.01)
-    assert "qwen/qwen3-8b, lora 16:q,v, optimizer" in " ".join(capsys.readouterr().out.split())
+    assert "qwen/qwen3-8b, lora 16:q,v" in " ".join(capsys.readouterr().out.split())
+
+
+def test_the_status_says_whether_it_fits_with_room_or_narrowly(tmp_path):
+    command = ["Qwen/Qwen3-8B", "--lora", "16", "--optimizer", "adamw8bit", "--gpu", "rtx3090"]
+    assert plan(*command, "--seq", "4096") == 3
+    assert plan(*command, "--seq", "4096", "--gpu", "H100") == 0
+    assert plan(*command, "--seq", "131072") == 2
 
 
 def test_a_gpu_is_one_device_unless_it_is_counted(tmp_path):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 Objective = Literal["step_time", "throughput", "cost", "fewest_devices"]
 OBJECTIVES: tuple[str, ...] = get_args(Objective)
 MAX_SIMULATED = 32
-CHOICES = {
+CHOICES: Mapping[str, tuple[str, ...]] = {
     "optimizer": ("adamw", "adamw8bit", "adamw_bf16", "adafactor", "muon", "sgd", "lion"),
     "dtype": ("fp32", "bf16", "fp16"),
     "attention": ("sdpa", "flash_attention_2", "eager"),
@@ -30,7 +30,7 @@ CHOICES = {
 RECIPE = ("lora", "qlora", "optimizer", "dtype", "attention")
 """Knobs that say how a model known by its shape is trained."""
 RANK = 16
-REFUSE: dict[str | None, tuple[str, ...]] = {
+REFUSE: Mapping[str | None, tuple[str, ...]] = {
     "adafactor": ("chunk", "fsdp", "tensor_parallel", "zero2"),
     "muon": ("chunk", "tensor_parallel"),
 }

@@ -42,7 +42,7 @@ ShapeOptions = Mapping[str, int | None]  # option → its value
 CONFIG = "config.json"
 DEFAULT_SEQ = 4096  # tokens of a sample of a model on the Hub
 NEEDED = ("layers", "hidden", "heads", "ffn", "vocab")
-OPTIONAL = ("kv-heads", "experts", "top-k")
+OPTIONAL = ("kv-heads", "experts", "top-k", "head-dim", "tied")
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,8 @@ def _facts(shape: ShapeOptions) -> dict[str, Any]:
     sizes = {name: value for name, value in shape.items() if value is not None}
     hidden, heads, ffn = sizes["hidden"], sizes["heads"], sizes["ffn"]
     kv_heads, experts, top_k = sizes.get("kv-heads", heads), sizes.get("experts"), sizes.get("top-k")
-    if hidden % heads or heads % kv_heads:
+    head_dim = sizes.get("head-dim") or (0 if hidden % heads else hidden // heads)
+    if not head_dim or heads % kv_heads:
         raise ArgumentError(
             f"--hidden {hidden}, --heads {heads}, --kv-heads {kv_heads}: each divides the one before it; give others"
         )
@@ -206,7 +207,7 @@ def _facts(shape: ShapeOptions) -> dict[str, Any]:
     mixture = {"count": experts, "top_k": top_k or min(2, experts), "ffn": ffn} if experts else None
     return {
         **{name: sizes[name] for name in NEEDED},
-        **{"kv_heads": kv_heads, "head_dim": hidden // heads},
+        **{"kv_heads": kv_heads, "head_dim": head_dim, "tied": bool(sizes.get("tied"))},
         **({"experts": mixture} if mixture else {}),
     }
 

@@ -12,7 +12,6 @@ import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,22 +24,21 @@ from atorch.files.strict_json import Format, read_json
 if TYPE_CHECKING:
     from atorch.auto.planner.request import PlanRequest
 
-Facts = Mapping[str, Any]
+ShapeFacts = Mapping[str, Any]
 """Fields of a `TransformerShape`, but for the length of a sample."""
 
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
-_EXPERTS = {"mixtral": "num_local_experts", "qwen3_moe": "num_experts", "olmoe": "num_experts"}
+_EXPERTS: Mapping[str, str] = {"mixtral": "num_local_experts", "qwen3_moe": "num_experts", "olmoe": "num_experts"}
 _DENSE = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "olmo", "olmo2", "smollm3")
 
 
-@cache
-def catalogue() -> Mapping[str, Facts]:
+def catalogue() -> Mapping[str, ShapeFacts]:
     """The facts of each public model by its id on the Hub."""
     rows: Any = read_json(Path(__file__).with_name("shapes.json"), Format("catalogue of shapes", ArgumentError))
     return {name: {key: row[key] for key in row if key != "ids"} for row in rows for name in row["ids"]}
 
 
-def known(named: str) -> Facts | None:
+def known(named: str) -> ShapeFacts | None:
     """The facts of a public model, whatever the case of its id."""
     return next((facts for name, facts in catalogue().items() if name.lower() == named.lower()), None)
 
@@ -52,7 +50,7 @@ def instead(named: str) -> str:
     words = f"did you mean {' or '.join(ends[end] for end in alike)}? Else " if alike else ""
     return (
         f"{words}give a config.json, a folder that has one, a job FILE.py:NAME, or the model's shape: --layers, "
-        "--hidden, --heads, --kv-heads, --ffn, --vocab"
+        "--hidden, --heads, --kv-heads, --head-dim, --ffn, --vocab, --tied"
     )
 
 
@@ -70,7 +68,7 @@ def cached_config(named: str) -> Path | None:
     return Path(path) if isinstance(path, str) else None
 
 
-def facts_of_config(path: Path) -> Facts:
+def facts_of_config(path: Path) -> ShapeFacts:
     """The facts of a decoder's `config.json`.
 
     Raises:
@@ -100,10 +98,10 @@ def facts_of_config(path: Path) -> Facts:
     return facts
 
 
-def shape_of(facts: Facts, seq_len: int) -> TransformerShape:
+def shape_of(facts: ShapeFacts, seq_len: int) -> TransformerShape:
     """The transformer of these facts, with samples of `seq_len` tokens."""
-    parts = {"experts": Experts, "latent": LatentAttention}
-    made = {name: parts[name](**value) if name in parts else value for name, value in facts.items()}
+    parts: Mapping[str, Any] = {"experts": Experts, "latent": LatentAttention}
+    made: Any = {name: parts[name](**value) if name in parts else value for name, value in facts.items()}
     return TransformerShape(seq_len=seq_len, **made)
 
 

@@ -89,6 +89,13 @@ def test_a_config_has_the_facts_of_the_catalogue(tmp_path):
             source_of(str(path), None, {}, PlanRequest(lora=8))
 
 
+def test_a_shape_has_heads_of_its_own_size_and_may_be_tied():
+    sizes = {"layers": 36, "hidden": 2560, "heads": 32, "kv-heads": 8, "head-dim": 128, "ffn": 9728, "vocab": 151936}
+    rest = {"tied": True, "experts": None, "top-k": None}
+    given = source_of(None, None, {**sizes, **rest}, PlanRequest()).subject(4096, GPU).profile
+    assert given == profile("Qwen/Qwen3-4B")
+
+
 def test_adapters_train_what_peft_says():
     assert profile(lora=16).num_trainable == 43_646_976  # as peft prints for Qwen3 8B
     few = profile("meta-llama/Meta-Llama-3-8B", lora="8:q_proj, v")
