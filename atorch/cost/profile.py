@@ -150,6 +150,7 @@ class ModelProfile:
     param_bytes: int
     trainable_bytes: int
     buffer_bytes: int = 0
+    narrow_dtype: str = "bfloat16"  # of parameters in 16 bits
     optim_state_per_param: float = 2.0  # elements of optimizer state per parameter element: Adam 2, momentum 1
     optim_is_elementwise: bool = True  # True if elements step independently, so its state can be split anywhere
     optim_traffic: float = 1.0  # seconds of its step, relative to reading and writing everything once

@@ -229,8 +229,7 @@ def plain_cost(profile: ModelProfile, batch_size: int | None = None, device_byte
 
     `device_bytes` is the memory of a device, if known.
 
-    A model in 16 bits multiplies in 16 bits, even if adapters of its frozen weights are in fp32. The cost uses bfloat16
-    for both 16-bit dtypes, which run at the same speed.
+    A model in 16 bits multiplies in 16 bits, even if adapters of its frozen weights are in fp32.
     """
     mean = profile.param_bytes / profile.num_params
     grad_itemsize = profile.trainable_bytes / profile.num_trainable if profile.num_trainable else mean
@@ -254,7 +253,7 @@ def plain_cost(profile: ModelProfile, batch_size: int | None = None, device_byte
         optim_flops=profile.optim_flops,
         num_counts=profile.num_counts,
         attention=profile.attention,
-        dtype="bfloat16" if mean < 3.0 else "float32",
+        dtype=profile.narrow_dtype if mean < 3.0 else "float32",
     )
 
 

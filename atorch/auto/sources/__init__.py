@@ -186,7 +186,7 @@ def _of_facts(
             raise ArgumentError("a shape says nothing of the length of a sample; give --seq")
         if seq is None:
             logger.warning("--seq is not given: %s tokens a sample", f"{length:,}")
-        return Subject(shapes.profile_of(shapes.shape_of(facts, length), request))
+        return Subject(shapes.profile_of(shapes.shape_of(facts, length), request, cluster.device))
 
     recipe = ", ".join(name if value is True else f"{name} {value}" for name, value in request.recipe.items())
     return JobSource(f"{title}, {recipe}" if recipe else title, True, subject)

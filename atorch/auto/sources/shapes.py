@@ -23,6 +23,7 @@ from atorch.files.strict_json import Format, read_json
 
 if TYPE_CHECKING:
     from atorch.auto.planner.request import PlanRequest
+    from atorch.cluster.spec import DeviceSpec
 
 ShapeFacts = Mapping[str, Any]
 """Fields of a `TransformerShape`, but for the length of a sample."""
@@ -105,19 +106,21 @@ def shape_of(facts: ShapeFacts, seq_len: int) -> TransformerShape:
     return TransformerShape(seq_len=seq_len, **made)
 
 
-def profile_of(shape: TransformerShape, request: PlanRequest) -> ModelProfile:
+def profile_of(shape: TransformerShape, request: PlanRequest, device: DeviceSpec) -> ModelProfile:
     """The profile of training a decoder as the request says; by default all of it, in fp32, by AdamW.
 
     Frozen weights are in 16 bits unless `dtype` is "fp32", and with `qlora` those of blocks in 4 bits. Adapters keep
     their inputs in fp32, as peft's do (`_cast_input_dtype`, src/peft/tuners/tuners_utils.py).
 
     Raises:
-        ArgumentError: adapters are wanted for latent attention.
+        ArgumentError: adapters are wanted for latent attention, or bf16 on a device without it.
     """
-    wide = request.dtype == "fp32" or (request.dtype is None and request.adapters is None)
+    dtype = request.dtype or ("fp32" if request.adapters is None else "bf16")
+    if dtype == "bf16" and device.capability is not None and device.capability < (8, 0):
+        raise ArgumentError(f"{device.name} does not compute in bf16; give the dtype fp16")
     fused = request.attention != "eager"
     keep = Implementation(
-        itemsize=4.0 if wide else 2.0,
+        itemsize=4.0 if dtype == "fp32" else 2.0,
         flash_attention=fused,
         fused_softmax=fused,
         fused_norm=False,
@@ -137,7 +140,10 @@ def profile_of(shape: TransformerShape, request: PlanRequest) -> ModelProfile:
         )
         profile = adapted_profile(shape, adapters, 1, keep)
     attention: Any = "fused" if fused else "replaceable"
-    return replace(profile, attention=attention, **optimizer_fields(profile, request.optimizer or "adamw"))
+    narrow = "float16" if dtype == "fp16" else "bfloat16"
+    return replace(
+        profile, attention=attention, narrow_dtype=narrow, **optimizer_fields(profile, request.optimizer or "adamw")
+    )
 
 
 def optimizer_fields(profile: ModelProfile, name: str) -> dict[str, Any]:

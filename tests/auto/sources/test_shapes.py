@@ -139,6 +139,15 @@ def test_attention_and_dtype_are_those_of_the_profile():
     assert profile().in_half, "precision methods take fp32 weights"
 
 
+def test_a_device_without_bf16_trains_in_fp16():
+    with pytest.raises(ArgumentError, match="Tesla T4 does not compute in bf16; give the dtype fp16"):
+        atorch.plan("Qwen/Qwen3-0.6B", cluster="1xT4", seq=512, lora=8, verify=0)
+    knobs = {"cluster": "1xT4", "seq": 512, "dtype": "fp16", "verify": 0}
+    step_s = atorch.plan("Qwen/Qwen3-0.6B", lora=8, **knobs).estimate.step_s
+    device = ClusterSpec.load("T4").device
+    assert step_s < 6 * 0.6e9 * 512 / device.peak_flops["float32"]
+
+
 def test_the_command_and_the_function_agree():
     knobs = {"lora": 16, "optimizer": "adamw8bit", "cross_entropy": "chunked", "verify": 0}
     found = atorch.plan(QWEN, cluster="1x3090", seq=4096, **knobs)
