@@ -146,6 +146,12 @@ def plan(
     reserve: float = 0.05,
     verify: int | None = None,
     seq: int | None = None,
+    lora: int | str | None = None,
+    qlora: bool = False,
+    optimizer: str | None = None,
+    dtype: str | None = None,
+    attention: str | None = None,
+    cross_entropy: str | None = None,
     **kargs: Any,
 ) -> Plan: ...
 def plan(model: Any, *given: Any, cluster: Any = None, **kargs: Any) -> Plan:
@@ -158,8 +164,9 @@ def plan(model: Any, *given: Any, cluster: Any = None, **kargs: Any) -> Plan:
 
     Args:
         model: the module, which is not changed. For a cluster also a function that makes it, which is called under the
-            meta device; a ModelProfile; the path of a Hugging Face config or of a folder that has one; a config of
-            transformers; or a job "FILE.py:NAME". Paths and configs need no sample batch.
+            meta device; a ModelProfile; the path of a Hugging Face config or of a folder that has one; a model on the
+            Hub ("Qwen/Qwen3-8B"); a config of transformers; or a job "FILE.py:NAME". All but modules, functions and
+            profiles need no sample batch.
         seq: tokens of a sample, for a path or a config.
         sample_batch: a batch for `prepare_input`, the model and `loss_func`; figures are scaled to other batch sizes.
         global_batch: samples of a step on all devices together; None for the sample batch on each.
@@ -174,6 +181,7 @@ def plan(model: Any, *given: Any, cluster: Any = None, **kargs: Any) -> Plan:
         reserve: share of a device's memory that nothing may use.
         verify: number of the best candidates to simulate on fake tensors, without limits; None: up to 3, within limits
             of memory and time.
+        lora, qlora, optimizer, dtype, attention, cross_entropy: for a path or a model on the Hub, as for `atorch plan`.
         **kargs: model_input_format, prepare_input, optim_args, optim_param_func, as for `auto_accelerate`.
 
     Raises:

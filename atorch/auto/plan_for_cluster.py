@@ -73,7 +73,7 @@ def plan_elsewhere(model: Any, positional: Sequence[Any], cluster: Any, keywords
             raise ArgumentError(f"plan for a cluster has no argument {name!r}; {remedy}")
     spec = cluster_of(cluster)
     options = {name: wanted.pop(name) for name in PLAN_OPTIONS if name in wanted}
-    PlanRequest(**options)  # before the model is read, which may take minutes
+    PlanRequest(**options).need_no_recipe("a model of your own")  # before the model is read, which may take minutes
     return plan_for(subject_of(model, sample_batch, spec, **wanted), spec, **options)
 
 

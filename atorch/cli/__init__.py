@@ -9,7 +9,7 @@ from typing import Annotated, cast
 import typer
 
 from atorch.cli import calibrate, checkpoint, doctor, plan, strategy, visualize
-from atorch.errors import AtorchError
+from atorch.errors import AtorchError, NoFeasiblePlanError
 
 __all__ = ["app", "main"]
 
@@ -45,19 +45,24 @@ def _without_command(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line `arguments` (default: the process's own) and return the exit status.
 
-    Status 2 is a usage error, reported in one line; 1 is a check that failed; 130 is an interrupt.
+    Status 2 is a usage error, reported in one line; 1 is a check that failed; 130 is an interrupt. Those of
+    `atorch plan` guard what comes after it: 0 fits, 3 fits narrowly, 2 nothing fits, 1 an error.
     """
+    given = sys.argv[1:] if arguments is None else arguments
+    error_status = 1 if list(given[:1]) == ["plan"] else 2
     try:
-        status = app(arguments, standalone_mode=False, obj=sys.argv[1:] if arguments is None else arguments)
+        status = app(arguments, standalone_mode=False, obj=given)
     except _UsageError as error:
-        return _report_error(cast(typer.BadParameter, error).format_message())
+        return _report_error(cast(typer.BadParameter, error).format_message(), error_status)
+    except NoFeasiblePlanError as error:
+        return _report_error(str(error), 2)
     except AtorchError as error:
-        return _report_error(str(error))
+        return _report_error(str(error), error_status)
     except typer.Abort:
         return 130
     return status if isinstance(status, int) else 0
 
 
-def _report_error(message: str) -> int:
+def _report_error(message: str, status: int) -> int:
     typer.echo(f"atorch: {message}", err=True)
-    return 2
+    return status

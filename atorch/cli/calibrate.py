@@ -213,10 +213,12 @@ def _part(value: Any, where: str, whole: ClusterSpec) -> ClusterSpec:
 
 
 def _source(data: Mapping[str, Any], where: str, folder: Path) -> JobSource:
+    from atorch.auto.planner.request import PlanRequest
+
     if "model" in data:
         named = str(data["model"])
         local_path = folder / named.partition(":")[0]
-        return source_of(f"{folder / named}" if local_path.exists() else named, None, {})
+        return source_of(f"{folder / named}" if local_path.exists() else named, None, {}, PlanRequest())
     allowed = (*NEEDED, *OPTIONAL)
     if not isinstance(data["shape"], dict):
         raise ArgumentError(f"{where} has a shape that is not an object; it has {', '.join(allowed)}")
@@ -226,4 +228,4 @@ def _source(data: Mapping[str, Any], where: str, folder: Path) -> JobSource:
             raise ArgumentError(f"{where} has a shape with an unknown {key!r}; {near_miss(key, allowed)}")
         if type(value) is not int or value < 1:
             raise ArgumentError(f"{where} has a shape with {key} = {value!r}; it is a whole number of at least 1")
-    return source_of(None, None, {name: shape.get(name) for name in allowed})
+    return source_of(None, None, {name: shape.get(name) for name in allowed}, PlanRequest())

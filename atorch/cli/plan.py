@@ -6,6 +6,7 @@ JSON file, a page, and a strategy file. Answers for several clusters are shown s
 
 from __future__ import annotations
 
+import gc
 import json
 import shlex
 import time
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from atorch.auto.sources import JobSource, source_of
+from atorch.cli.clusters import CLUSTER_HELP, GPU_HELP, clusters_of, one_gpu
 from atorch.cost.memory import RESERVE
 from atorch.errors import ArgumentError, AtorchError, NoFeasiblePlanError, StrategyError
 from atorch.files import check_target, write
@@ -33,14 +35,8 @@ if TYPE_CHECKING:
     Read: TypeAlias = Callable[[ClusterSpec], Subject]
 
 
-MAX_DEVICES, MAX_BATCH, MAX_SEQ = 2**17, 2**24, 2**24  # limits of --fit
-FIRST_SEQ = 4096
-TYPICAL = ("8xA100-80GB", "8xH100-80GB", "8xH200", "8xB200")
-CLUSTER_HELP = (
-    "8xA100-40GB is one node of 8 devices, 16x8xH100-80GB are 16 nodes of 8, and 64xH100-80GB is one node of 64; a "
-    "cloud's machine such as 4xp5.48xlarge; or a cluster file. Give it several times to compare clusters. "
-    "Without it: the GPUs of this machine, or where it has none one node each of a few usual ones."
-)
+MAX_DEVICES, MAX_BATCH, MAX_SEQ, FIRST_SEQ = 2**17, 2**24, 2**24, 4096  # limits of --fit, and where seq begins
+NARROW = 3  # exit status: the plan of each cluster on which something fits does so by less than the estimate's error
 
 What = Literal["devices", "batch", "seq"]
 ObjectiveName = Literal["step_time", "throughput", "cost", "fewest_devices"]
@@ -55,8 +51,13 @@ def _file(name: str, help_text: str, exists: bool = False) -> Any:
     return typer.Option(name, exists=exists, dir_okay=False, metavar="FILE", help=help_text)
 
 
-MODEL = "A Hugging Face config.json, a folder that has one, or a job FILE.py:NAME: arguments of atorch.plan."
+def _word(metavar: str, help_text: str) -> Any:
+    return typer.Option(metavar=metavar, help=help_text)
+
+
+MODEL = "A config.json, a folder that has one, a model on the Hub, or a job FILE.py:NAME (arguments of atorch.plan)."
 Number = int | None
+Word = str | None
 File = Path | None
 Names = Annotated[list[str] | None, typer.Option(metavar="NAMES", help="Method names, separated by commas.")]
 
@@ -65,17 +66,26 @@ def plan(
     context: typer.Context,
     named: Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL)] = None,
     cluster: Annotated[list[str] | None, typer.Option(metavar="TEXT", help=CLUSTER_HELP)] = None,
+    gpu: Annotated[list[str] | None, typer.Option(metavar="NAME", help=GPU_HELP)] = None,
     model: Annotated[File, _file("--model", "The same as MODEL: a config.json.", exists=True)] = None,
     layers: Annotated[Number, _number("Number of blocks. With --hidden and the rest, in place of MODEL.")] = None,
     hidden: Annotated[Number, _number("Hidden size.")] = None,
     heads: Annotated[Number, _number("Attention heads.")] = None,
     kv_heads: Annotated[Number, _number("Key and value heads.")] = None,
+    head_dim: Annotated[Number, _number("Features of a head, if they are not --hidden / --heads.")] = None,
+    tied: Annotated[bool, typer.Option("--tied", help="The head has the weights of the embedding.")] = False,
     ffn: Annotated[Number, _number("Width of the feed-forward layer, or of an expert.")] = None,
     vocab: Annotated[Number, _number("Vocabulary size.")] = None,
     experts: Annotated[Number, _number("Experts in a block.")] = None,
     top_k: Annotated[Number, _number("Experts for each token.")] = None,
     batch: Annotated[Number, _number("Global batch: samples of a step on all devices.")] = None,
     seq: Annotated[Number, _number("Sequence length: tokens of a sample.")] = None,
+    lora: Annotated[Word, _word("RANK[:TARGETS]", "Adapters beside frozen weights, such as 16 or 16:q,v.")] = None,
+    qlora: Annotated[bool, typer.Option("--qlora", help="The same beside weights in 4 bits.")] = False,
+    optimizer: Annotated[Word, _word("adamw|adamw8bit|adamw_bf16|adafactor|muon|sgd|lion", "The optimizer.")] = None,
+    dtype: Annotated[Word, _word("fp32|bf16|fp16", "Numbers of the weights; bf16 beside adapters.")] = None,
+    attention: Annotated[Word, _word("sdpa|flash_attention_2|eager", "The model's attention.")] = None,
+    cross_entropy: Annotated[Word, _word("chunked", "Compute the loss by chunks of tokens.")] = None,
     fit: Annotated[What | None, typer.Option(help="Find the fewest devices, largest batch, longest sample.")] = None,
     objective: Annotated[ObjectiveName, typer.Option(help="The figure to optimize.")] = "step_time",
     exclude: Names = None,
@@ -93,36 +103,34 @@ def plan(
     json_file: Annotated[File, _file("--json", "Write the answer as JSON.")] = None,
     html: Annotated[File, _file("--html", "Write the answer as a page.")] = None,
     save: Annotated[File, _file("--save", "Write the chosen strategy to a file.")] = None,
-) -> None:
-    """Find the best strategy for a model on a cluster. You need neither the weights nor the GPUs."""
+) -> int:
+    """Find the best strategy for a model on a cluster. You need neither the weights nor the GPUs.
+
+    Exit status: 0 it fits, 3 it fits narrowly, 2 nothing fits, 1 an error.
+    """
+    gc.disable()  # imports leave little garbage, and looking for it takes a fifth of a short plan's time
     from atorch.auto.plan_for_cluster import plan_for
     from atorch.auto.planner.request import PlanRequest
     from atorch.report.text import telling
 
+    gc.freeze()
+    gc.enable()
     outputs = Outputs(json_file, html, save, shlex.join(["atorch", *(context.obj or ())]))
     shape = {
-        "layers": layers,
-        "hidden": hidden,
-        "heads": heads,
-        "kv-heads": kv_heads,
-        "ffn": ffn,
-        "vocab": vocab,
-        "experts": experts,
-        "top-k": top_k,
+        **{"layers": layers, "hidden": hidden, "heads": heads, "kv-heads": kv_heads, "ffn": ffn, "vocab": vocab},
+        **{"experts": experts, "top-k": top_k, "head-dim": head_dim, "tied": tied or None},
     }
     wanted: dict[str, Any] = {
-        "global_batch": batch,
-        "excluded": _names(exclude),
-        "included": _names(include),
-        "fixed": fixed,
-        "extend": extend,
-        "precision": precision,
-        "host_memory": bool(host_memory) if fit else host_memory,
-        "objective": objective,
-        "reserve": reserve,
+        **{"global_batch": batch, "excluded": _names(exclude), "included": _names(include), "fixed": fixed},
+        **{"extend": extend, "precision": precision, "objective": objective, "reserve": reserve},
+        **{"lora": lora, "qlora": qlora, "optimizer": optimizer, "dtype": dtype, "attention": attention},
+        **{"cross_entropy": cross_entropy, "host_memory": bool(host_memory) if fit else host_memory},
     }
-    PlanRequest(**wanted)  # before the model is read, which may take minutes
-    source, clusters = source_of(named, model, shape), clusters_of(cluster)
+    request = PlanRequest(**wanted)  # before the model is read, which may take minutes
+    source, clusters = (
+        source_of(named, model, shape, request),
+        clusters_of([*(cluster or ()), *map(one_gpu, gpu or ())]),
+    )
     outputs.check(len(clusters))
     several = len(clusters) > 1
     read = _reader(source, seq, once=several)
@@ -133,7 +141,10 @@ def plan(
             return _fit_answer(fit, source, read, spec, seq, wanted)
         return NamedAnswer(plan_for(read(spec), spec, verify=verify, doing=telling, **wanted))
 
-    give(_answers(clusters, ask), source.title, outputs, top, verbose)
+    answers = _answers(clusters, ask)
+    give(answers, source.title, outputs, top, verbose)
+    plans = [answer.plan for _, answer in answers if isinstance(answer, NamedAnswer)]
+    return NARROW if not fit and all(plan.fits_narrowly for plan in plans) else 0
 
 
 def _answers(
@@ -240,57 +251,6 @@ def _names(options: list[str] | None) -> list[str] | None:
     """The names in options such as `--exclude fp8,compile --exclude zero2`."""
     names = [name.strip() for option in options or () for name in option.split(",")]
     return [name for name in names if name] or None
-
-
-def clusters_of(descriptions: Sequence[str] | None) -> list[tuple[str, ClusterSpec]]:
-    """(name, cluster) of each cluster; all are read before any is planned for.
-
-    Raises:
-        ArgumentError: a cluster is unknown, or given twice.
-    """
-    from atorch.auto.plan_for_cluster import cluster_of
-
-    if not descriptions:
-        this_machine = _here()
-        if this_machine:
-            return [this_machine]
-        typer.echo(f"no --cluster is given and there is no GPU here; comparing {', '.join(TYPICAL)}", err=True)
-        return [(name, cluster_of(name)) for name in TYPICAL]
-    for name in descriptions:
-        if descriptions.count(name) > 1:
-            raise ArgumentError(f"--cluster {name} is given {descriptions.count(name)} times; give each cluster once")
-    clusters = [(name, cluster_of(name)) for name in descriptions]
-    for name, spec in clusters:
-        _note_large_node(name, spec)
-    return clusters
-
-
-def _here() -> tuple[str, ClusterSpec] | None:
-    """This machine's GPUs, or None if it has none."""
-    import torch
-
-    if not torch.cuda.is_available():
-        return None
-    from atorch.cluster.spec import ClusterSpec
-    from atorch.distributed import world
-
-    number = torch.cuda.device_count()
-    spec = replace(ClusterSpec.detect(world.init(), measure=False), num_nodes=1, devices_per_node=number)
-    typer.echo(f"no --cluster is given: the {number} × {spec.device.name} of this machine", err=True)
-    return "this machine", spec
-
-
-def _note_large_node(name: str, spec: ClusterSpec) -> None:
-    """Note on standard error that one node has more devices than such machines have, which is rarely meant."""
-    from atorch.cluster.catalogue import usual_devices
-
-    usual, devices = usual_devices(name), spec.devices_per_node
-    if spec.num_nodes == 1 and devices > usual > 1 and devices % usual == 0:
-        rest = name.lstrip("0123456789 ").lstrip("xX×* ")
-        nodes = f"{devices // usual}x{usual}x{rest}"
-        typer.echo(
-            f"{name} is one node of {devices} devices; {nodes} would be {devices // usual} nodes of {usual}", err=True
-        )
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,8 @@ FILES = Path(__file__).parent / "known"
 
 _COUNT = re.compile(r"\s*(\d+)\s*[x×*]\s*(.+)", re.IGNORECASE)
 # Words of drivers' and shops' names that do not identify a device.
-_FORM = re.compile(r"nvidia|amd|tesla|geforce|instinct|gpu|oam|sxm\d?|hbm\d?e?")
+_FORM = re.compile(r"nvidia|amd|intel|tesla|geforce|instinct|gpu|oam|sxm\d?|hbm\d?e?")
+_TPU = re.compile(r"(google|cloud)?tpu.*|v[2-7][ep]?|trillium|ironwood")
 
 
 def load(
@@ -101,6 +102,8 @@ def _file_of(name: str) -> str:
     stem = next((path.stem for path in FILES.glob("*.json") if _key(path.stem) == key), None)
     meanings = {} if stem else dict(_meanings())  # only other names require reading all files
     stem = stem or meanings.get(key)
+    if stem is None and _TPU.fullmatch(key):
+        raise ArgumentError(f"{name!r} is a TPU, and atorch plans for CUDA, ROCm and CPU devices; name one of those")
     if stem is None:
         alike = sorted({known for other, known in meanings.items() if key and other.startswith(key)})
         meant = f"say which: {', '.join(alike)}" if len(alike) > 1 else near_miss(name.lower(), set(meanings.values()))

@@ -150,9 +150,11 @@ class ModelProfile:
     param_bytes: int
     trainable_bytes: int
     buffer_bytes: int = 0
+    narrow_dtype: str = "bfloat16"  # of parameters in 16 bits
     optim_state_per_param: float = 2.0  # elements of optimizer state per parameter element: Adam 2, momentum 1
     optim_is_elementwise: bool = True  # True if elements step independently, so its state can be split anywhere
     optim_traffic: float = 1.0  # seconds of its step, relative to reading and writing everything once
+    optim_flops: float = 0.0  # of its step, a parameter element, in 16 bits: Muon's products
     optim_temporaries: bool = True  # True if an optimizer like Adam makes a temporary for each parameter
     module_classes: frozenset[str] = frozenset()  # names of the module classes in the model
     block_classes: frozenset[str] = frozenset()  # of those, in repeated blocks

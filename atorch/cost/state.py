@@ -73,6 +73,7 @@ class Cost:
     optim_itemsize: float = 8.0
     optim_is_elementwise: bool = True  # steps every element independently, so its state can be split anywhere
     optim_traffic: float = 1.0  # seconds of its step, relative to reading and writing everything once
+    optim_flops: float = 0.0  # of its step, an element, in 16 bits
     master_itemsize: float = 0.0  # fp32 copies of low-precision parameters; sharded like the optimizer state
     param_shards: float = 1.0
     grad_shards: float = 1.0
@@ -228,8 +229,7 @@ def plain_cost(profile: ModelProfile, batch_size: int | None = None, device_byte
 
     `device_bytes` is the memory of a device, if known.
 
-    A model in 16 bits multiplies in 16 bits, even if adapters of its frozen weights are in fp32. The cost uses bfloat16
-    for both 16-bit dtypes, which run at the same speed.
+    A model in 16 bits multiplies in 16 bits, even if adapters of its frozen weights are in fp32.
     """
     mean = profile.param_bytes / profile.num_params
     grad_itemsize = profile.trainable_bytes / profile.num_trainable if profile.num_trainable else mean
@@ -250,9 +250,10 @@ def plain_cost(profile: ModelProfile, batch_size: int | None = None, device_byte
         # Multi-tensor Adam, as torch steps on GPUs, holds the roots of all second moments at once.
         step_itemsize=grad_itemsize if profile.optim_state_per_param >= 2.0 and profile.optim_temporaries else 0.0,
         optim_traffic=profile.optim_traffic,
+        optim_flops=profile.optim_flops,
         num_counts=profile.num_counts,
         attention=profile.attention,
-        dtype="bfloat16" if mean < 3.0 else "float32",
+        dtype=profile.narrow_dtype if mean < 3.0 else "float32",
     )
 
 

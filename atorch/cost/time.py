@@ -18,7 +18,7 @@ from atorch.cost.comm import (
     rounds_of,
 )
 from atorch.cost.comm.offload import host_time
-from atorch.cost.gemm import ProductTimes
+from atorch.cost.gemm import ProductTimes, peak_flops
 from atorch.cost.kernels import added_elements, micro_batch_bytes, optimizer_bytes, seconds_of_copy
 from atorch.cost.memory_timeline import micro_batch_share
 from atorch.cost.pipeline_stages import StageRange, StageRanges, cut_of
@@ -354,6 +354,7 @@ def _end_seconds(
     slowest stage's time is excluded from that, since transfers from the host may hide it.
     """
     optimizer_s = optimizer_bytes(cost) / reached_bandwidth(cluster)
+    optimizer_s += cost.optim_flops / (peak_flops(cluster.device, "bfloat16") * cluster.device.efficiency.matmul)
     unfilled, slowest_s = _unfilled_share(cost), max(run.micro.total_s for run in runs)
     in_backward = (2.0 + cost.recompute) / (3.0 + cost.recompute)  # of computing
     waiting = host_s + (1.0 - unfilled) * in_backward * slowest_s

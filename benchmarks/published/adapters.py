@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
+from atorch.cost.adapted_profile import ALL_LINEAR, NF4_ITEMSIZE, Adapters
 from atorch.errors import ArgumentError
-from benchmarks.published.adapted_profile import ALL_LINEAR, NF4_ITEMSIZE, Adapters
 from benchmarks.published.frameworks import Framework
 from benchmarks.published.table import Row
 from benchmarks.published.words import adapter_of

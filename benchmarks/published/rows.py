@@ -8,6 +8,7 @@ from functools import lru_cache
 
 from atorch.cluster.spec import ClusterSpec
 from atorch.cost import Cost, ModelProfile, plain_cost
+from atorch.cost.adapted_profile import Adapters, adapted_profile
 from atorch.cost.parallelism import (
     REPLICA_AXES,
     accumulate,
@@ -23,7 +24,6 @@ from atorch.cost.parallelism import (
 from atorch.cost.state import Fp8Scaling
 from atorch.cost.transformer import Implementation, TransformerShape, transformer_profile
 from atorch.errors import ArgumentError
-from benchmarks.published.adapted_profile import Adapters, adapted_profile
 from benchmarks.published.adapters import adapters_of
 from benchmarks.published.frameworks import Framework
 from benchmarks.published.hardware import NODE, cluster_described

@@ -95,7 +95,7 @@ def test_optimizers_are_made_again_with_names_and_groups() -> None:
     model = model_of()
     job = adapted({"model": model, "optim_func": torch.optim.SGD(model.parameters(), lr=0.1)})
     model.added = nn.Linear(1, 1)
-    with pytest.raises(ArgumentError, match=r"did not have, such as added\.weight"):
+    with pytest.raises(ArgumentError, match=r"new parameters, such as added\.weight"):
         job["optim_param_func"](model)
 
     model = model_of()

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from atorch.cost.adapted_profile import ALL_LINEAR
 from atorch.errors import ArgumentError
 from atorch.units import GiB
-from benchmarks.published.adapted_profile import ALL_LINEAR
 from benchmarks.published.adapters import adapters_of
 from benchmarks.published.frameworks import Framework
 from benchmarks.published.hardware import cluster_described, network_of

@@ -16,7 +16,7 @@ from atorch import cli
 from atorch.auto.strategy import METHODS, Method
 from atorch.cli import doctor, main
 from atorch.cluster.spec import ClusterSpec
-from atorch.errors import CapabilityError, StrategyError
+from atorch.errors import CapabilityError, NoFeasiblePlanError, StrategyError
 from tests.house.source import ROOT
 
 
@@ -61,6 +61,7 @@ def test_a_mistake_is_one_line_and_status_2(arguments, told, capsys):
     ("raised", "status", "told"),
     [
         (StrategyError("two of one slot"), 2, "atorch: two of one slot\n"),
+        (NoFeasiblePlanError("nothing fits"), 2, "atorch: nothing fits\n"),
         (typer.Exit(1), 1, ""),
         (typer.Abort(), 130, ""),
     ],

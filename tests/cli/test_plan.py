@@ -10,7 +10,7 @@ import pytest
 
 from atorch.auto.strategy import Strategy
 from atorch.cli import main
-from atorch.cli.plan import clusters_of
+from atorch.cli.clusters import clusters_of
 from atorch.cluster.spec import ClusterSpec
 from tests.report.test_html import Page, data_of
 
@@ -89,11 +89,16 @@ def test_a_job_that_fits_nowhere_names_the_nearest_miss(capsys):
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["--cluster", "8xL4"], "give one of a config.json, a folder that has one, a job (FILE.py:NAME), or a shape"),
+        (
+            ["--cluster", "8xL4"],
+            "give one of a config.json, a folder that has one, a model on the Hub, a job (FILE.py:NAME), or",
+        ),
         (["jobs.py:job", *SMALL, "--cluster", "8xL4"], "give one of a config.json"),
-        (["nofile", "--cluster", "8xL4"], "there is no file or folder 'nofile', and nothing is downloaded; give"),
+        (["nofile", "--cluster", "8xL4"], "there is no file or folder 'nofile', and no model of this name"),
         (["no/such/config.json", "--cluster", "8xL4"], "there is no file or folder 'no/such/config.json'"),
-        (["meta-llama/Llama-3.1-8B", "--cluster", "8xL4"], "nothing is downloaded; give a config.json"),
+        (["owner/Qwen3-8Bb", "--cluster", "8xL4"], "did you mean Qwen/Qwen3-8B or"),
+        (["Qwen/Qwen3-8B", "--optimizer", "adam8bit", "--gpu", "L4"], "did you mean 'adamw8bit'?"),
+        (["tests/x.py:job", "--lora", "8", "--gpu", "L4"], "lora cannot be given for a job"),
         (["tests", "--cluster", "8xL4"], "the folder tests has no config.json"),
         (["pyproject.tml", "--cluster", "8xL4"], "did you mean 'pyproject.toml'?"),
         ([__file__, "--cluster", "8xL4"], "test_plan.py:NAME for a job in it"),
@@ -107,6 +112,8 @@ def test_a_job_that_fits_nowhere_names_the_nearest_miss(capsys):
         ([*SMALL, "--heads", "3", "--cluster", "8xL4"], "--hidden 256, --heads 3"),
         ([*SMALL, "--top-k", "2", "--cluster", "8xL4"], "--top-k 2 of no experts"),
         ([*SMALL, "--experts", "4", "--top-k", "5", "--cluster", "8xL4"], "--top-k 5 of 4 experts"),
+        ([*SMALL, "--gpu", "TPU v5e"], "is a TPU, and atorch plans for CUDA, ROCm and CPU devices"),
+        ([*SMALL, "--cluster", "1x3090", "--gpu", "3090"], "--cluster 1x3090 is given 2 times"),
         ([*SMALL, "--cluster", "8xL44"], "there is no cluster named 'L44'"),
         ([*SMALL, "--cluster", "8xL4", "--batch", "0"], "--batch"),
         ([*SMALL, "--cluster", "8xL4", "--objective", "joy"], "joy"),
@@ -116,8 +123,8 @@ def test_a_job_that_fits_nowhere_names_the_nearest_miss(capsys):
         ([*SMALL, "--cluster", "8xL4", "--fit", "batch", "--batch", "8"], "leave --batch out"),
     ],
 )
-def test_a_mistake_is_one_line_and_status_2(arguments, told, capsys):
-    assert plan(*arguments) == 2
+def test_a_mistake_is_one_line_and_status_1(arguments, told, capsys):
+    assert plan(*arguments) == 1
     output = capsys.readouterr()
     lines = [line for line in output.err.splitlines() if "parameters, read in" not in line]
     assert output.out == ""
@@ -182,6 +189,33 @@ def test_what_fits_is_found_on_each_cluster(capsys):
     assert "fits devices 1 devices 1" in " ".join(capsys.readouterr().out.split())
 
 
+def test_a_model_on_the_hub_is_planned_as_its_training_is_described(tmp_path, capsys):
+    data = tmp_path / "plan.json"
+    recipe = ["--lora", "16:q,v", "--optimizer", "adamw8bit", "--cross-entropy", "chunked", "--seq", "512"]
+    assert plan("qwen/qwen3-8b", *recipe, "--gpu", "rtx3090", "--json", str(data)) == 0
+    found = json.loads(data.read_text())
+    assert "cross_entropy" in found["strategy"]
+    assert found["num_params"] == pytest.approx(8.19e9, rel=0.01)
+    assert "qwen/qwen3-8b, lora 16:q,v" in " ".join(capsys.readouterr().out.split())
+
+
+def test_the_status_says_whether_it_fits_with_room_or_narrowly(tmp_path):
+    command = ["Qwen/Qwen3-8B", "--lora", "16", "--optimizer", "adamw8bit", "--gpu", "rtx3090"]
+    assert plan(*command, "--seq", "4096") == 3
+    assert plan(*command, "--seq", "4096", "--gpu", "H100") == 0
+    assert plan(*command, "--seq", "131072") == 2
+
+
+def test_a_gpu_is_one_device_unless_it_is_counted(tmp_path):
+    data = tmp_path / "plan.json"
+    assert plan(*SMALL, *FEW, "--gpu", "RTX 3090", "--gpu", "2 x 3090", "--json", str(data)) == 0
+    found = json.loads(data.read_text())["clusters"]
+    assert [(name, answer["cluster"]["devices_per_node"]) for name, answer in found.items()] == [
+        ("1xRTX 3090", 1),
+        ("2 x 3090", 2),
+    ]
+
+
 @pytest.mark.parametrize(("columns", "more"), [("40", ["--top", "2"]), ("200", ["--verbose"])])
 def test_what_is_printed_is_as_wide_as_the_terminal_and_as_long_as_asked(columns, more, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", columns)
@@ -225,7 +259,7 @@ def test_a_plan_takes_little_memory(name, tmp_path):
         _, status, used = os.wait4(child.pid, 0)
         child.returncode = os.waitstatus_to_exitcode(status)
     told = (tmp_path / "said").read_text()
-    assert child.returncode == 0, told
+    assert child.returncode in (0, 3), told  # 3: it fits narrowly
     assert used.ru_maxrss * 1024 <= MOST_BYTES
     assert "reading" in told
     assert "searching" in told

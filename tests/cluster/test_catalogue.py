@@ -28,7 +28,8 @@ def test_the_accelerators_of_today_are_described():
     assert {
         "v100_16g", "v100_32g", "a100_40g", "a100_80g", "a100_pcie_40g", "a100_pcie_80g", "h100_80g", "h100_96g",
         "h100_pcie_80g", "h100_nvl_94g", "h200_141g", "b200", "gb200", "mi300x", "l4", "l40s", "a10", "a10g", "t4",
-        "rtx4090", "rtx5090", "cpu",
+        "rtx4090", "rtx5090", "cpu", "rtx3090", "rtx4080", "rtx5080", "rtx5090_d", "rtx_a6000", "a40", "rtx_6000_ada",
+        "rtx_pro_6000", "gh200", "gb10", "mi250x", "mi325x", "mi355x", "gaudi3",
     } <= set(NAMES)  # fmt: skip
 
 
@@ -107,6 +108,11 @@ def test_the_figures_of_a_file_agree_with_each_other(name):
         ("4xStandard_ND96isr_H100_v5", 4, 8, "NVIDIA H100 80GB HBM3"),
         ("2xBM.GPU.H100.8", 2, 8, "NVIDIA H100 80GB HBM3"),
         ("18xStandard_ND128isr_NDR_GB200_v6", 18, 4, "NVIDIA GB200"), ("CPU", 1, 2, "CPU"),
+        ("1x3090", 1, 1, "NVIDIA GeForce RTX 3090"), ("GeForce RTX 3090 24GB", 1, 8, "NVIDIA GeForce RTX 3090"),
+        ("RTX 5090D", 1, 8, "NVIDIA GeForce RTX 5090 D"), ("a6000", 1, 8, "NVIDIA RTX A6000"),
+        ("RTX 6000 Ada", 1, 8, "NVIDIA RTX 6000 Ada Generation"), ("DGX Spark", 1, 1, "NVIDIA GB10"),
+        ("RTX PRO 6000", 1, 8, "NVIDIA RTX PRO 6000 Blackwell Workstation Edition"),
+        ("GH200", 1, 1, "NVIDIA GH200 480GB"), ("Intel Gaudi 3", 1, 8, "Intel Gaudi 3"),
     ],
 )  # fmt: skip
 def test_a_name_is_read_as_people_write_it(written, nodes, devices, device):
@@ -121,7 +127,9 @@ def test_a_name_is_read_as_people_write_it(written, nodes, devices, device):
         ("8xA100", {}, "no cluster named 'A100', .*; say which: a100_40g, a100_80g, a100_pcie_40g, a100_pcie_80g"),
         ("V100", {}, "say which: v100_16g, v100_32g"),
         ("8xH100-8GB", {}, "no cluster named 'H100-8GB', .*; did you mean 'h100_80g'"),
-        ("TPU v5", {}, "known: a10, a100_40g, a100_80g"),
+        ("TPU v5", {}, "'TPU v5' is a TPU, and atorch plans for CUDA, ROCm and CPU devices"),
+        ("4xv5e", {}, "'v5e' is a TPU"),
+        ("RTX 3095", {}, "no cluster named 'RTX 3095', .*; did you mean 'rtx3090'"),
         ("2x4x8xL4", {}, "begins with 2 x 4 x 8; one count is of devices, two are of nodes"),
         ("0xL4", {}, "begins with 0"),
         ("8xL4", {"devices_per_node": 4}, "devices_per_node 8, and 4 is given"),
@@ -172,7 +180,12 @@ def test_overrides_are_told_as_such():
         ("NVIDIA L40S", 44.5, "l40s"), ("NVIDIA A100 80GB PCIe", 79.2, "a100_pcie_80g"),
         ("NVIDIA A100-PCIE-40GB", 39.4, "a100_pcie_40g"), ("NVIDIA A10", 22.1, "a10"), ("NVIDIA A10G", 22.0, "a10g"),
         ("Tesla T4", 14.6, "t4"), ("NVIDIA GB200", 184.3, "gb200"), ("NVIDIA B200", 178.4, "b200"),
-        ("NVIDIA GeForce RTX 5090", 31.4, "rtx5090"), ("NVIDIA GH200 144G HBM3e", 141.0, None),
+        ("NVIDIA GeForce RTX 5090", 31.4, "rtx5090"), ("NVIDIA GeForce RTX 5090 D", 31.4, "rtx5090_d"),
+        ("NVIDIA GeForce RTX 3090", 23.7, "rtx3090"), ("NVIDIA GeForce RTX 3090 Ti", 23.7, None),
+        ("NVIDIA RTX A6000", 47.5, "rtx_a6000"), ("NVIDIA RTX 6000 Ada Generation", 47.4, "rtx_6000_ada"),
+        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", 95.0, "rtx_pro_6000"), ("NVIDIA GB10", 119.6, "gb10"),
+        ("NVIDIA A40", 44.4, "a40"), ("AMD Instinct MI355X", 288.0, "mi355x"), ("NVIDIA GH200 480GB", 94.5, "gh200"),
+        ("NVIDIA GH200 144G HBM3e", 141.0, None),
         ("NVIDIA L40", 44.5, None),
     ],
 )  # fmt: skip

@@ -24,6 +24,7 @@ BLIND_EXCEPTS: Mapping[str, str] = {
     "atorch/auto/opt_lib/chunk/trace.py:_Job._copied": "a forward may fail on fakes in any way; then chunk is refused",
     "atorch/auto/opt_lib/chunk/trace.py:_extended": "a model may fail in any way with fewer blocks; then it runs whole",
     "atorch/auto/opt_lib/pipeline_parallel/stages.py:split": "raised again, once the model is as it was",
+    "atorch/checkpoint/files.py:BackgroundWriter.start.run": "what a save raises is raised by the next call",
     "atorch/auto/verification.py:as_strategy_errors": "what a user's model raises under a strategy names that",
     "atorch/auto/reference_step.py:tried": "what a user's model, data and loss raise is the reason that is told",
     "atorch/auto/planner/dry_runs/step_timing.py:_why_not": (

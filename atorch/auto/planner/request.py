@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -10,6 +10,7 @@ from atorch.auto.opt_lib.shared.defaults import SLOT as DATA_PARALLEL
 from atorch.auto.strategy import EXACTNESS, METHODS, Exactness, Strategy
 from atorch.cluster.spec import ClusterSpec
 from atorch.cost import ModelProfile
+from atorch.cost.adapted_profile import ALL_LINEAR, Target, targets_of
 from atorch.cost.memory import RESERVE
 from atorch.errors import ArgumentError, StrategyError, near_miss, shown
 
@@ -20,6 +21,20 @@ if TYPE_CHECKING:
 Objective = Literal["step_time", "throughput", "cost", "fewest_devices"]
 OBJECTIVES: tuple[str, ...] = get_args(Objective)
 MAX_SIMULATED = 32
+CHOICES: Mapping[str, tuple[str, ...]] = {
+    "optimizer": ("adamw", "adamw8bit", "adamw_bf16", "adafactor", "muon", "sgd", "lion"),
+    "dtype": ("fp32", "bf16", "fp16"),
+    "attention": ("sdpa", "flash_attention_2", "eager"),
+    "cross_entropy": ("chunked",),
+}
+RECIPE = ("lora", "qlora", "optimizer", "dtype", "attention")
+"""Knobs that say how a model known by its shape is trained."""
+RANK = 16
+REFUSE: Mapping[str | None, tuple[str, ...]] = {
+    "adafactor": ("chunk", "fsdp", "tensor_parallel", "zero2"),
+    "muon": ("chunk", "tensor_parallel"),
+}
+"""By optimizer, the methods that refuse it: docs/optimizers.md."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +45,10 @@ class PlanRequest:
         objective: "step_time" and "throughput" choose the fastest step, which is the same at a given batch. "cost":
             the least device-seconds a step, on the cluster or a part of it. "fewest_devices": the smallest part that
             fits, and the fastest there.
+        lora: the rank of adapters beside frozen weights, or "RANK:targets", such as "16:q,v"; by default beside every
+            linear layer of blocks. `qlora` freezes them in 4 bits.
+        optimizer, dtype, attention: as `CHOICES` has them; of models that are known by their shape, like `lora`.
+        cross_entropy: "chunked" includes the method cross_entropy.
 
     Raises:
         ArgumentError: an invalid value.
@@ -46,6 +65,12 @@ class PlanRequest:
     objective: Objective = "step_time"
     reserve: float = RESERVE
     verify: int | None = None
+    lora: Any = None
+    qlora: bool = False
+    optimizer: str | None = None
+    dtype: str | None = None
+    attention: str | None = None
+    cross_entropy: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("excluded", "included"):
@@ -62,13 +87,42 @@ class PlanRequest:
             )
         if verify is not None and (not isinstance(verify, int) or not 0 <= verify <= MAX_SIMULATED):
             raise ArgumentError(f"verify is {shown(verify)}; it is how many are simulated, from 0 to {MAX_SIMULATED}")
-        for name, allowed in (("objective", OBJECTIVES), ("precision", EXACTNESS)):
+        for name, allowed in {"objective": OBJECTIVES, "precision": EXACTNESS, **CHOICES}.items():
             value = getattr(self, name)
-            if value not in allowed:
+            if value not in allowed and (value is not None or name not in CHOICES):
                 raise ArgumentError(f"{name} is {value!r}; {near_miss(str(value), allowed)}")
         if self.host_memory not in (None, True, False):
             raise ArgumentError(
                 f"host_memory is {self.host_memory!r}; it is True, False, or None for where nothing fits without"
+            )
+        if self.adapters is not None and self.dtype == "fp32" and self.qlora:
+            raise ArgumentError("qlora computes in 16 bits, and dtype is 'fp32'; leave one of them out")
+        if self.cross_entropy and "cross_entropy" not in self.included:
+            object.__setattr__(self, "included", (*self.included, "cross_entropy"))
+        refused = [name for name in REFUSE.get(self.optimizer, ()) if name not in self.excluded]
+        object.__setattr__(self, "excluded", (*self.excluded, *refused))
+
+    @property
+    def adapters(self) -> tuple[int, frozenset[Target]] | None:
+        """Rank and targets of adapters, or None if all of the model trains."""
+        if self.lora is None:
+            return (RANK, ALL_LINEAR) if self.qlora else None
+        rank, _, words = str(self.lora).partition(":")
+        if not rank.strip().isdecimal() or int(rank) < 1:
+            raise ArgumentError(f"lora is {shown(self.lora)}; it is a rank of at least 1, or RANK:targets, as '16:q,v'")
+        return int(rank), targets_of(words) if words else ALL_LINEAR
+
+    @property
+    def recipe(self) -> dict[str, Any]:
+        """The knobs of `RECIPE` that are given."""
+        return {name: getattr(self, name) for name in RECIPE if getattr(self, name)}
+
+    def need_no_recipe(self, model: str) -> None:
+        """Refuse knobs of `RECIPE` for a model that has them itself."""
+        if self.recipe:
+            raise ArgumentError(
+                f"{' and '.join(self.recipe)} cannot be given for {model}, which has its own weights and optimizer; "
+                "they are for a model on the Hub, a config.json, or a shape"
             )
 
 

@@ -1,5 +1,7 @@
 """Sources of a plan: a Hugging Face config, a job in a file, or a transformer's shape.
 
+A model on the Hub is known by its config in the local cache, or by the catalogue of `shapes`.
+
 A job is `FILE.py:NAME` or `package.module:NAME`. NAME is a dict of the arguments of `atorch.plan`, or a function that
 returns one:
 
@@ -24,21 +26,23 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from atorch.auto.sources import config
+from atorch.auto.sources import config, shapes
 from atorch.errors import ArgumentError, AtorchError, near_miss, shown
+from atorch.logs import logger
 
 if TYPE_CHECKING:
     from atorch.auto.plan_for_cluster import Subject
     from atorch.auto.planner.plan import ClusterPlan
+    from atorch.auto.planner.request import PlanRequest
     from atorch.cluster.spec import ClusterSpec
-    from atorch.cost.transformer import TransformerShape
 
 
 ShapeOptions = Mapping[str, int | None]  # option → its value
 
 CONFIG = "config.json"
+DEFAULT_SEQ = 4096  # tokens of a sample of a model on the Hub
 NEEDED = ("layers", "hidden", "heads", "ffn", "vocab")
-OPTIONAL = ("kv-heads", "experts", "top-k")
+OPTIONAL = ("kv-heads", "experts", "top-k", "head-dim", "tied")
 
 
 @dataclass(frozen=True)
@@ -50,8 +54,8 @@ class JobSource:
     subject: Callable[[int | None, ClusterSpec], Subject]
 
 
-def source_of(named: str | None, path: Path | None, shape: ShapeOptions) -> JobSource:
-    """The job to plan for.
+def source_of(named: str | None, path: Path | None, shape: ShapeOptions, request: PlanRequest) -> JobSource:
+    """The job to plan for, trained as `request` says.
 
     Raises:
         ArgumentError: no source is given, several are, or the one is invalid.
@@ -59,11 +63,12 @@ def source_of(named: str | None, path: Path | None, shape: ShapeOptions) -> JobS
     has_shape = any(value is not None for value in shape.values())
     if sum((named is not None, path is not None, has_shape)) != 1:
         raise ArgumentError(
-            "give one of a config.json, a folder that has one, a job (FILE.py:NAME), or a shape (--layers, --hidden, …)"
+            "give one of a config.json, a folder that has one, a model on the Hub, a job (FILE.py:NAME), or a shape "
+            "(--layers, --hidden, …)"
         )
     if named is not None:
-        return _of_name(named)
-    return _of_config(path) if path is not None else _of_shape(shape)
+        return _of_name(named, request)
+    return _of_config(path, request) if path is not None else _of_shape(shape, request)
 
 
 def is_source(model: object) -> bool:
@@ -90,29 +95,37 @@ def plan_of(model: Any, positional: Sequence[Any], cluster: Any, keywords: Mappi
                 f"{remedy}"
             )
     seq, spec = options.pop("seq", None), cluster_of(cluster)
-    PlanRequest(**options)  # before the model is read, which may take minutes
-    source = _of_name(fspath(model)) if isinstance(model, (str, PathLike)) else _of_config(model)
+    request = PlanRequest(**options)  # before the model is read, which may take minutes
+    is_named = isinstance(model, (str, PathLike))
+    source = _of_name(fspath(model), request) if is_named else _of_config(model, request)
     return plan_for(source.subject(seq, spec), spec, **options)
 
 
-def _of_name(named: str) -> JobSource:
-    """The source of a name; raises ArgumentError if it is neither a config, nor a folder with one, nor a job."""
+def _of_name(named: str, request: PlanRequest) -> JobSource:
+    """The source of a name; raises ArgumentError if it is no config, folder with one, model on the Hub, or job."""
     path = Path(named)
     if path.is_dir():
         if not (path / CONFIG).is_file():
             raise ArgumentError(f"the folder {named} has no {CONFIG}; give one, or a job FILE.py:NAME")
-        return _of_config(path / CONFIG)
+        return _of_config(path / CONFIG, request)
     if path.suffix == ".json" and path.is_file():
-        return _of_config(path)
+        return _of_config(path, request)
     if ":" in named:
+        request.need_no_recipe("a job")
         return _of_job(named)
     if path.is_file():
         raise ArgumentError(f"{named} is a file; give {named}:NAME for a job in it, or a model's {CONFIG}")
+    if shapes.HUB_ID.fullmatch(named):
+        cached, facts = shapes.cached_config(named), shapes.known(named)
+        if cached is not None:
+            return _of_config(cached, request, named)
+        if facts is not None:
+            return _of_facts(facts, named, request)
     nearby = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
     near = "".join(f"did you mean {name!r}? Else " for name in difflib.get_close_matches(path.name, nearby, n=1))
     raise ArgumentError(
-        f"there is no file or folder {named!r}, and nothing is downloaded; {near}give a {CONFIG}, a folder that has "
-        "one, or a job FILE.py:NAME"
+        f"there is no file or folder {named!r}, and no model of this name in the Hub's local cache or in atorch's "
+        f"catalogue; nothing is downloaded. {near}{shapes.instead(named)}"
     )
 
 
@@ -128,7 +141,11 @@ def _of_job(named: str) -> JobSource:
     return JobSource(named, takes_seq(loaded), subject)
 
 
-def _of_config(path: Any) -> JobSource:
+def _of_config(path: Any, request: PlanRequest, named: str | None = None) -> JobSource:
+    if request.recipe and isinstance(path, Path):
+        return _of_facts(shapes.facts_of_config(path), named or str(path), request)
+    request.need_no_recipe("a config of transformers")
+
     def subject(seq: int | None, cluster: ClusterSpec) -> Subject:
         from atorch.auto.plan_for_cluster import subject_of
 
@@ -144,52 +161,55 @@ def _of_config(path: Any) -> JobSource:
                 f"{' '.join(str(fault).split())[:200]}); write a job (FILE.py:NAME) with a sample_batch"
             ) from error
 
-    return JobSource(str(path), True, subject)
+    return JobSource(named or str(path), True, subject)
 
 
-def _of_shape(shape: ShapeOptions) -> JobSource:
-    """A decoder like Llama's, in fp32 as precision methods expect it; with `experts`, one like Mixtral's."""
+def _of_shape(shape: ShapeOptions, request: PlanRequest) -> JobSource:
+    """A decoder like Llama's; with `experts`, one like Mixtral's."""
     missing = [f"--{name}" for name in NEEDED if shape[name] is None]
     if missing:
         raise ArgumentError(f"a shape needs {', '.join(missing)} as well")
+    sizes = ", ".join(f"{name} {value}" for name, value in shape.items() if value is not None)
+    return _of_facts(_facts(shape), f"a transformer with {sizes}", request, None)
+
+
+def _of_facts(
+    facts: Mapping[str, Any], title: str, request: PlanRequest, default_seq: int | None = DEFAULT_SEQ
+) -> JobSource:
+    """A decoder in closed form, in fp32 as precision methods expect it unless the request says otherwise."""
 
     def subject(seq: int | None, cluster: ClusterSpec) -> Subject:
         from atorch.auto.plan_for_cluster import Subject
-        from atorch.cost.transformer import Implementation, transformer_profile
 
-        if seq is None:
+        length = seq or default_seq
+        if length is None:
             raise ArgumentError("a shape says nothing of the length of a sample; give --seq")
-        eager = Implementation(itemsize=4.0, fused_norm=False, fused_activation=False)
-        return Subject(transformer_profile(_transformer(shape, seq), implementation=eager))
+        if seq is None:
+            logger.warning("--seq is not given: %s tokens a sample", f"{length:,}")
+        return Subject(shapes.profile_of(shapes.shape_of(facts, length), request, cluster.device))
 
-    sizes = ", ".join(f"{name} {value}" for name, value in shape.items() if value is not None)
-    return JobSource(f"a transformer with {sizes}", True, subject)
+    recipe = ", ".join(name if value is True else f"{name} {value}" for name, value in request.recipe.items())
+    return JobSource(f"{title}, {recipe}" if recipe else title, True, subject)
 
 
-def _transformer(shape: ShapeOptions, seq: int) -> TransformerShape:
-    """The transformer of a shape; raises ArgumentError if the numbers contradict each other."""
-    from atorch.cost.transformer import Experts, TransformerShape
-
+def _facts(shape: ShapeOptions) -> dict[str, Any]:
+    """Fields of the transformer of a shape; raises ArgumentError if the numbers contradict each other."""
     sizes = {name: value for name, value in shape.items() if value is not None}
     hidden, heads, ffn = sizes["hidden"], sizes["heads"], sizes["ffn"]
     kv_heads, experts, top_k = sizes.get("kv-heads", heads), sizes.get("experts"), sizes.get("top-k")
-    if hidden % heads or heads % kv_heads:
+    head_dim = sizes.get("head-dim") or (0 if hidden % heads else hidden // heads)
+    if not head_dim or heads % kv_heads:
         raise ArgumentError(
             f"--hidden {hidden}, --heads {heads}, --kv-heads {kv_heads}: each divides the one before it; give others"
         )
     if top_k is not None and top_k > (experts or 0):
         raise ArgumentError(f"--top-k {top_k} of {experts or 'no'} experts; give --experts, at least as many")
-    return TransformerShape(
-        layers=sizes["layers"],
-        hidden=hidden,
-        heads=heads,
-        kv_heads=kv_heads,
-        ffn=ffn,
-        vocab=sizes["vocab"],
-        seq_len=seq,
-        head_dim=hidden // heads,
-        experts=None if experts is None else Experts(count=experts, top_k=top_k or min(2, experts), ffn=ffn),
-    )
+    mixture = {"count": experts, "top_k": top_k or min(2, experts), "ffn": ffn} if experts else None
+    return {
+        **{name: sizes[name] for name in NEEDED},
+        **{"kv_heads": kv_heads, "head_dim": head_dim, "tied": bool(sizes.get("tied"))},
+        **({"experts": mixture} if mixture else {}),
+    }
 
 
 FORM = "a job is FILE.py:NAME, where NAME is a dict of atorch.plan's arguments or a function that returns one"

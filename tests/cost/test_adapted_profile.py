@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 
 from atorch.cost import peak_memory, plain_cost
+from atorch.cost.adapted_profile import ALL_LINEAR, NF4_ITEMSIZE, Adapters, adapted_profile
 from atorch.cost.parallelism import shard
 from atorch.cost.transformer import Experts, Implementation, LatentAttention, TransformerShape, transformer_profile
 from atorch.errors import ArgumentError
-from benchmarks.published.adapted_profile import ALL_LINEAR, NF4_ITEMSIZE, Adapters, adapted_profile
 
 LLAMA = TransformerShape(
     layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocab=128256, seq_len=8192, head_dim=128

@@ -22,6 +22,23 @@ NF4_ITEMSIZE = 0.5 + 0.127 / 8
 """Bytes of a 4-bit weight with its share of the constants, which are also quantized: arXiv 2305.14314, section 3."""
 
 
+def targets_of(words: str) -> frozenset[Target]:
+    """The products that words such as "q,v", "q_proj,v_proj" or "all" name.
+
+    Raises:
+        ArgumentError: a word names no product.
+    """
+    if words in ("all", "all-linear"):
+        return ALL_LINEAR
+    names = {target[0]: target for target in ALL_LINEAR} | {target: target for target in ALL_LINEAR}
+    found: set[Target] = set()
+    for word in (word.strip().removesuffix("_proj") for word in words.split(",")):
+        if word not in names:
+            raise ArgumentError(f"{word!r} is no target of an adapter; known: all, {', '.join(sorted(ALL_LINEAR))}")
+        found.add(names[word])
+    return frozenset(found)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapters:
     """Two thin products added to each target product: from its input to `rank` features, and from there to its result.
