@@ -92,7 +92,10 @@ NESTED: dict[str, Any] = {
         # In the vendor's nested form, with their place.
         ({"smdistributed": {"modelparallel": {"enabled": False}}}, "config.smdistributed.modelparallel.enabled is"),
         ({"smdistributed": {"dataparallel": {}}}, "config.smdistributed has 'dataparallel'; it must have"),
-        ({"smdistributed": NESTED["smdistributed"], "partitions": 2}, "config has 'partitions' next to 'smdistributed'"),
+        (
+            {"smdistributed": NESTED["smdistributed"], "partitions": 2},
+            "has 'partitions' next to 'smdistributed'",
+        ),
         ({"modelparallel": {"enabled": True, "parameters": 2}}, "config.modelparallel.parameters is 2; it is a dict"),
         ({"modelparallel": {"parameters": {"microbatch": 2}}}, "did you mean 'microbatches'?"),
     ],
