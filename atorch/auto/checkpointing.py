@@ -21,12 +21,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from atorch.auto.context import AccelerateResult
-from atorch.auto.pretrained import first_with, held_by, is_buffer, load_model, model_content, need_result, own_rank
+from atorch.auto.pretrained import first_with, held_by, is_buffer, load_model, model_content, need_result
 from atorch.checkpoint.commit import is_checkpoint, steps
 from atorch.checkpoint.files import BackgroundWriter, save
 from atorch.checkpoint.pretrained import MODEL
 from atorch.checkpoint.reading import Checkpoint
-from atorch.distributed.collectives import all_or_none, call_on_all_ranks, from_rank_zero, world_group
+from atorch.distributed.collectives import all_or_none, call_on_all_ranks, from_rank_zero, own_rank, world_group
 from atorch.distributed.fingerprints import Facts, described
 from atorch.distributed.mesh import BATCH_AXES, Mesh
 from atorch.distributed.rng import RandomState
