@@ -22,6 +22,9 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from atorch.errors import ArgumentError, CheckpointError
 from atorch.logs import logger
 
+MASTER = "master"  # in the saved state of a parameter: its fp32 master
+SHARE = "share"  # in a saved state: the range of elements of each flattened parameter that it is of
+
 
 class WrappedOptimizer(Optimizer):
     """Shares the inner optimizer's parameter groups, state and defaults. Subclasses implement `step`."""

@@ -12,8 +12,9 @@ communication.
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -24,9 +25,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from atorch.model.pytree import map_tensors
 from atorch.model.user_functions import MakeOptimizer
 from atorch.runtime.optimizer.shadow_parameters import ShadowOptimizer, unrounded
-from atorch.runtime.optimizer.wrapped_optimizer import dense_gradient, local
-
-MASTER = "master"  # the masters' key in the saved state of a parameter
+from atorch.runtime.optimizer.wrapped_optimizer import MASTER, dense_gradient, local
 
 
 def to_half(models: Iterable[nn.Module], dtype: torch.dtype) -> WeakTensorKeyDictionary:
@@ -115,8 +114,7 @@ class MasterWeights(ShadowOptimizer):
         self._refuse(closure)
         self._follow_changes()
         self._give_late_masters()
-        groups = zip(self._shown, self._hidden, strict=True)
-        pairs: list[tuple[Any, Any]] = [pair for group in groups for pair in zip(*group, strict=True)]
+        pairs: list[tuple[Any, Any]] = [(p, self.stand_ins.get(p, p)) for shown in self._shown for p in shown]
         trained = [(parameter, master) for parameter, master in pairs if parameter.grad is not None]
         halves = [(parameter, master) for parameter, master in trained if master is not parameter]
         for parameter, master in halves:
@@ -131,36 +129,24 @@ class MasterWeights(ShadowOptimizer):
         self._round(halves)
         return result
 
-    def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's state, with each parameter's master under `master`."""
-        saved = super().state_dict()
-        for number, master in self._numbered(saved):
-            saved["state"][number] = {**saved["state"].get(number, {}), MASTER: master.detach()}
-        return saved
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    @torch.no_grad()
+    def _load(self, saved: dict[str, Any]) -> None:
         """Load a state, and the parameters' values from its masters; without any, masters and parameters stay."""
-        state = {
-            number: {key: value for key, value in entry.items() if key != MASTER} if isinstance(entry, dict) else entry
-            for number, entry in state_dict["state"].items()
-        }
-        with self._stand_ins_shown():
-            self.inner.load_state_dict({**state_dict, "state": {n: entry for n, entry in state.items() if entry != {}}})
-        with torch.no_grad():
-            for number, master in self._numbered(state_dict):
-                value = state_dict["state"].get(number, {}).get(MASTER)
-                if value is not None:
-                    master.copy_(value)
-        if any(isinstance(entry, dict) and MASTER in entry for entry in state_dict["state"].values()):
+        super()._load(saved)
+        found = [(parameter, entry[MASTER]) for parameter, entry in self._entries(saved) if MASTER in (entry or ())]
+        for parameter, value in found:
+            if parameter in self.stand_ins:
+                self.stand_ins[parameter].copy_(value)
+        if found:
             self._round(list(self.stand_ins.items()))
-        self._share()
 
-    def _numbered(self, saved: dict[str, Any]) -> list[tuple[int, torch.Tensor]]:
-        """The masters with the numbers of their parameters in a saved state."""
-        numbers = [number for group in saved["param_groups"] for number in group["params"]]
-        hidden = [tensor for params in self._hidden for tensor in params]
-        masters = set(self.stand_ins.values())
-        return [(number, tensor) for number, tensor in zip(numbers, hidden, strict=True) if tensor in masters]
+    def _joined(self, parameter: torch.Tensor, made: Sequence[Any]) -> Any:
+        """The inner optimizer's state, with the master under `master`."""
+        master = self.stand_ins.get(parameter)
+        return made[0] if master is None else {**(made[0] or {}), MASTER: master.detach()}
+
+    def _divided(self, parameter: torch.Tensor, entry: Any) -> Sequence[Any]:
+        return ({key: value for key, value in entry.items() if key != MASTER},)
 
     def _make_stand_in(self, parameter: torch.Tensor) -> torch.Tensor | None:
         if not (parameter.requires_grad and _is_half(parameter)):
@@ -174,10 +160,9 @@ class MasterWeights(ShadowOptimizer):
 
     def _give_late_masters(self) -> None:
         """Make masters for parameters that were frozen when the optimizer was made and now have a gradient."""
-        for shown, hidden in zip(self._shown, self._hidden, strict=True):
-            for index, parameter in enumerate(shown):
-                if hidden[index] is parameter and _is_half(parameter) and parameter.grad is not None:
-                    hidden[index] = self._stand_in_of(parameter)
+        for parameter in itertools.chain.from_iterable(self._shown):
+            if _is_half(parameter) and parameter.grad is not None:
+                self._stand_in_of(parameter)
 
     @torch.no_grad()
     def _follow_changes(self) -> None:

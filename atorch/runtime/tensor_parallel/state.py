@@ -73,15 +73,6 @@ def whole_state(
     return _in_order(state, gathered(parts, ranks), getattr(model, "state_names", ()))
 
 
-def of_all_stages(state: Mapping[str, Tensor], names: Sequence[str], group: dist.ProcessGroup) -> dict[str, Tensor]:
-    """The states of all ranks of a pipeline as one; for names that several have, the first rank's tensor.
-
-    names: the first names of the result, in order.
-    """
-    own = {name: _logical(value, None, group) for name, value in state.items() if isinstance(value, Tensor)}
-    return _in_order(state, gathered(own, group), names)
-
-
 def _in_order(
     state: Mapping[str, Any], wholes: Iterable[tuple[str, Tensor]], names: Sequence[str]
 ) -> dict[str, Tensor]:
