@@ -25,7 +25,7 @@ from atorch.checkpoint.pretrained import (
     open_pretrained,
 )
 from atorch.checkpoint.reading import Checkpoint
-from atorch.distributed.collectives import all_or_none, call_on_all_ranks, gather_objects, world_group
+from atorch.distributed.collectives import all_or_none, call_on_all_ranks, gather_objects, own_rank
 from atorch.distributed.fingerprints import described
 from atorch.errors import ArgumentError, CheckpointError, shown
 from atorch.files import AnyPath
@@ -282,12 +282,6 @@ def _config(model: nn.Module) -> dict[str, Any] | None:
     if not hasattr(config, "to_json_string"):
         return None
     return {**json.loads(config.to_json_string()), "architectures": [written_class(model).__name__]}
-
-
-def own_rank() -> int:
-    """The rank of this process among all."""
-    group = world_group()
-    return 0 if group is None else group.rank()
 
 
 def is_buffer(entry: HeldTensor) -> bool:
