@@ -21,12 +21,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from atorch.auto.context import AccelerateResult
-from atorch.auto.pretrained import first_with, held_by, is_buffer, load_model, model_content, need_result, own_rank
+from atorch.auto.pretrained import first_with, held_by, is_buffer, load_model, model_content, need_result
 from atorch.checkpoint.commit import is_checkpoint, steps
 from atorch.checkpoint.files import BackgroundWriter, save
 from atorch.checkpoint.pretrained import MODEL
 from atorch.checkpoint.reading import Checkpoint
-from atorch.distributed.collectives import all_or_none, call_on_all_ranks, from_rank_zero, world_group
+from atorch.distributed.collectives import all_or_none, call_on_all_ranks, from_rank_zero, own_rank, world_group
 from atorch.distributed.fingerprints import Facts, described
 from atorch.distributed.mesh import BATCH_AXES, Mesh
 from atorch.distributed.rng import RandomState
@@ -34,10 +34,16 @@ from atorch.errors import ArgumentError, CheckpointError, shown
 from atorch.files import AnyPath
 from atorch.logs import logger
 from atorch.runtime.data.loader import Loader
-from atorch.runtime.optimizer.held_tensors import HeldStates, HeldTensor, StateTargets, held_tensors
-from atorch.runtime.optimizer.wrapped_optimizer import WrappedOptimizer, innermost
+from atorch.runtime.optimizer.held_tensors import (
+    HeldStates,
+    HeldTensor,
+    empty_states,
+    held_states,
+    held_tensors,
+    load_states,
+)
+from atorch.runtime.optimizer.wrapped_optimizer import MASTER, WrappedOptimizer, innermost
 from atorch.runtime.precision.amp import LossScale, ScaledOptimizer
-from atorch.runtime.precision.master_weights import MASTER
 
 OPTIM = "optim."
 
@@ -292,18 +298,19 @@ def _as_saved(entry: HeldTensor, checkpoint: Checkpoint) -> HeldTensor:
 
 def _load_optimizer(checkpoint: Checkpoint, held: Sequence[HeldTensor], optim: Optimizer, strict: bool) -> None:
     facts = checkpoint.plain["optim"]
-    targets = all_or_none(lambda: _targets(checkpoint, held, optim))
+    made = all_or_none(lambda: _empty_states(checkpoint, held, optim))
     checkpoint.load(
         {
             MODEL + name if key == MASTER else f"{OPTIM}{name}.{key}": logical
-            for (name, key), logical in targets.tensors.items()
+            for (name, key), logical in held_states(optim, held, made).tensors.items()
         }
     )
-    more = {"loss_scale": facts["loss_scale"]} if "loss_scale" in facts and _loss_scale(optim) is not None else {}
-    all_or_none(lambda: targets.load(facts["values"], facts["groups"], strict, **more))
+    if "loss_scale" in facts and _loss_scale(optim) is not None:
+        made["loss_scale"] = facts["loss_scale"]
+    all_or_none(lambda: load_states(optim, held, made, facts["values"], facts["groups"], strict=strict))
 
 
-def _targets(checkpoint: Checkpoint, held: Sequence[HeldTensor], optim: Optimizer) -> StateTargets:
+def _empty_states(checkpoint: Checkpoint, held: Sequence[HeldTensor], optim: Optimizer) -> dict[str, Any]:
     saved_class, kind = checkpoint.plain["optim"]["class"], type(innermost(optim)).__name__
     if saved_class not in (kind, None):  # None: another program does not say
         raise CheckpointError(f"the checkpoint is of {saved_class}, and the optimizer is {kind}; make the same one")
@@ -312,7 +319,11 @@ def _targets(checkpoint: Checkpoint, held: Sequence[HeldTensor], optim: Optimize
         if full_name.startswith(OPTIM):
             name, _, key = full_name.removeprefix(OPTIM).rpartition(".")
             saved.setdefault(name, {})[key] = form
-    return StateTargets(optim, held, saved)
+    in_chunks = {entry.name for entry in held if entry.place is not None}  # whose masters the model's values are
+    for name, master in held_states(optim, held, only_masters=True).masters.items():
+        if name not in in_chunks:
+            saved.setdefault(name, {})[MASTER] = (master.shape, torch.float32)
+    return empty_states(optim, held, saved)
 
 
 def _restore_rng(saved: Mapping[str, Any], result: AccelerateResult, is_same: bool) -> None:

@@ -35,7 +35,7 @@ from atorch.runtime.loss.rescaling import RankWeight, RankWeighted, num_counts
 from atorch.runtime.memory.deferred_output import Deferred
 from atorch.runtime.optimizer.held_tensors import write_part
 from atorch.runtime.optimizer.user_optimizer import keep_to
-from atorch.runtime.precision.master_weights import take_masters
+from atorch.runtime.precision.master_weights import let_take_masters
 from atorch.runtime.tensor_parallel.model_layout import rows_of
 from atorch.runtime.tensor_parallel.state import need_whole_to_save, refuse_other_parts, warn_of_part
 
@@ -177,7 +177,7 @@ class Context:
         binding = ModelFacts(self.mesh, built.loss_scale, self.layout)
         for marked in (self.root, built.model):
             object.__setattr__(marked, "_atorch", binding)
-        take_masters(built.optim)
+        let_take_masters(built.optim)
         add_clipping(built.model)
         self._guard_gradients(built, binding)
         self._warn_of_part(built.model, built.optim)

@@ -27,7 +27,7 @@ from atorch.checkpoint.pretrained import (
     open_pretrained,
 )
 from atorch.checkpoint.reading import Checkpoint
-from atorch.distributed.collectives import all_or_none, call_on_all_ranks, gather_objects, world_group
+from atorch.distributed.collectives import all_or_none, call_on_all_ranks, gather_objects, own_rank
 from atorch.distributed.fingerprints import described
 from atorch.errors import ArgumentError, CheckpointError, shown
 from atorch.files import AnyPath
@@ -313,12 +313,6 @@ def _configs(model: nn.Module) -> dict[str, Any]:
     if "config" in configs:
         configs["config"]["architectures"] = [written_class(model).__name__]
     return configs
-
-
-def own_rank() -> int:
-    """The rank of this process among all."""
-    group = world_group()
-    return 0 if group is None else group.rank()
 
 
 def is_buffer(entry: HeldTensor) -> bool:

@@ -9,11 +9,13 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from atorch.errors import ArgumentError, check_bools, shown
+from atorch.runtime.data_parallel.buckets import gathered
 from atorch.runtime.optimizer.held_tensors import held_tensors
 from atorch.runtime.pipeline.stage import STAGE
 from atorch.smp.checkpointing import states
@@ -25,6 +27,8 @@ from atorch.smp.tensor.replacement import replace_registered
 from atorch.smp.tensor.split import TensorSplit
 
 if TYPE_CHECKING:
+    from typing_extensions import Self
+
     from atorch.smp.partitioning import Division
     from atorch.smp.steps.averaging import CommHook
     from atorch.smp.steps.micro_batch_run import Body
@@ -264,8 +268,7 @@ class DistributedModel(LocalParts):
             ArgumentError: some of them did not call it, which the error lists; or the model is not partitioned yet.
         """
         self._need_partition("local_state_dict")
-        meet("model.local_state_dict()", is_whole=False, states=False)
-        state = states.whole_over_shards(self.own_state())
+        state = self._gathered(self, meet("model.local_state_dict()", is_whole=False, states=False))
         return {**state, PARTIAL: True, CUTS: self.split.own_rows(state)}
 
     def state_dict(self, *args: Any, gather_to_rank0: bool = False, **kwargs: Any) -> Any:
@@ -280,7 +283,7 @@ class DistributedModel(LocalParts):
         check_bools("model.state_dict", gather_to_rank0=gather_to_rank0)
         if not self.partitioned:
             return self.module.state_dict(*args, **kwargs)
-        return self._gathered("model.state_dict()")
+        return self._gathered(self.placed(), meet("model.state_dict()", is_whole=True, states=False))
 
     def load_state_dict(
         self,
@@ -313,7 +316,7 @@ class DistributedModel(LocalParts):
         if not self.partitioned:
             self.module.cpu()
             return self
-        state = self._gathered("model.cpu()")
+        state = self._gathered(self.placed(), meet("model.cpu()", is_whole=True, states=False))
         assert self.runner is not None
         self.module, self._others = self.runner.blank, ()
         self.module.load_state_dict({name: value.cpu() for name, value in state.items()}, assign=True)
@@ -321,10 +324,10 @@ class DistributedModel(LocalParts):
         self.runner.ended_by = "model.cpu() has put the whole model into host memory, and ended its steps"
         return self
 
-    def _gathered(self, call: str) -> dict[str, Any]:
-        group, own = meet(call, is_whole=True, states=False), self.own_state()
-        parts = {name: entry.logical() for entry in held_tensors(self.placed()) for name in entry.names}
-        state = {**own, **states.wholes(parts, group)} if group.size() > 1 else own
+    def _gathered(self, model: Self, group: dist.ProcessGroup) -> dict[str, Any]:
+        """The state of `model`, this one or `placed`, of which the processes of `group` have parts."""
+        parts = {name: entry.logical() for entry in held_tensors(model) for name in entry.names}
+        state = {**self.own_state(), **dict(gathered(parts, group))}
         return {name: state[name] for name in (*self.state_names, *state) if name in state}
 
     def _check_state(self, state: Mapping[str, Any], strict: bool) -> None:

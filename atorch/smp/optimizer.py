@@ -9,19 +9,19 @@ from numbers import Real
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from atorch.checkpoint.boxes import whole_box
-from atorch.distributed.collectives import call_on_all_ranks, gather_objects
+from atorch.distributed.collectives import call_on_all_ranks
 from atorch.errors import ArgumentError, check_bools, shown
 from atorch.logs import OF_THIS_RANK, logger
 from atorch.runtime.gradients.clip import Spread, clip_grads, parts_of
-from atorch.runtime.optimizer.held_tensors import StateTargets, held_states, held_tensors
+from atorch.runtime.optimizer.held_tensors import held_tensors, whole_states, write_states
 from atorch.runtime.optimizer.wrapped_optimizer import WrappedOptimizer, local_state_dict
 from atorch.runtime.precision.amp import ScaledOptimizer
-from atorch.smp.checkpointing.states import CUTS, PARTIAL, meet, merged_state, whole_over_shards, wholes
+from atorch.smp.checkpointing.states import CUTS, PARTIAL, meet, merged_state
 from atorch.smp.inner_optimizer import stepping
 from atorch.smp.model import DistributedModel
 from atorch.smp.session import session
@@ -257,9 +257,9 @@ class DistributedOptimizer(WrappedOptimizer):
             ArgumentError: some replicas did not call it; the error lists them.
         """
         check_bools("optimizer.local_state_dict", gather_if_shard=gather_if_shard)
-        if self._model.partitioned:
-            meet("optimizer.local_state_dict()", is_whole=False, states=True)
-        return self._partial_state()
+        group = meet("optimizer.local_state_dict()", is_whole=False, states=True)
+        named = self._named_state(self._model, group)
+        return {**named, PARTIAL: True, CUTS: self._model.split.own_rows(named["state"])}
 
     def local(self) -> LocalOptimizer:
         """The optimizer as `atorch.save_checkpoint` takes it."""
@@ -276,22 +276,11 @@ class DistributedOptimizer(WrappedOptimizer):
         if not self._model.partitioned:
             return self.inner.state_dict()
         group = meet("optimizer.state_dict()", is_whole=True, states=True)
-        saved = held_states(self.local(), held_tensors(self._model.placed()))
-        named: dict[str, dict[str, Any]] = {}
-        for (name, key), value in wholes(saved.tensors, group).items():
-            named.setdefault(name, {})[key] = value
-        for values in gather_objects(dict(saved.values), group):
-            for name, entry in values.items():
-                named.setdefault(name, {}).update(entry)
-        order = list(itertools.chain(*self._names))
-        number = {name: index for index, name in enumerate(order)}
-        groups = [
-            {**settings, "params": [number[name] for name in names]}
-            for settings, names in zip(saved.groups, self._names, strict=True)
-        ]
-        state = {number[name]: named[name] for name in order if name in named}
-        scale = {"loss_scale": self.inner.scale.state_dict()} if isinstance(self.inner, ScaledOptimizer) else {}
-        return {**scale, "state": state, "param_groups": groups}
+        named = self._named_state(self._model.placed(), group)
+        number = {name: index for index, name in enumerate(itertools.chain(*self._names))}
+        groups = [{**part, "params": [number[name] for name in part["params"]]} for part in named["param_groups"]]
+        state = {index: named["state"][name] for name, index in number.items() if name in named["state"]}
+        return {**named, "state": state, "param_groups": groups}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a whole state, or the partial ones of all processes, now or right after partitioning.
@@ -302,21 +291,12 @@ class DistributedOptimizer(WrappedOptimizer):
         named = self._by_name(merged_state(state_dict, "the optimizer's state"))
         self._model.when_partitioned(lambda: self._load(named))
 
-    def _partial_state(self) -> OptimizerState:
-        named = self._named_state()
-        return {**named, PARTIAL: True, CUTS: self._model.split.own_rows(named["state"])}
-
-    def _named_state(self) -> OptimizerState:
-        """The local state, by parameter names."""
-        local = dict(self._model.named_parameters())
-        local_names = [name for names in self._names for name in names if name in local]
-        saved = self.inner.state_dict()
-        state = {local_names[number]: whole_over_shards(entry) for number, entry in saved["state"].items()}
-        groups = [
-            {**{key: value for key, value in group.items() if key != "params"}, "params": list(names)}
-            for group, names in zip(saved["param_groups"], self._names, strict=True)
-        ]
-        return {**saved, "state": state, "param_groups": groups}
+    def _named_state(self, model: nn.Module, group: dist.ProcessGroup) -> OptimizerState:
+        """The state by parameter names, of `model`, the local one or `placed`; processes of `group` have parts."""
+        state = whole_states(self.local(), held_tensors(model), group)
+        groups = [{**part, "params": list(n)} for part, n in zip(self.param_groups, self._names, strict=True)]
+        scale = {"loss_scale": self.inner.scale.state_dict()} if isinstance(self.inner, ScaledOptimizer) else {}
+        return {**scale, "state": state, "param_groups": groups}
 
     def _by_name(self, given: OptimizerState) -> OptimizerState:
         """A state of torch's format, which numbers parameters, keyed by names."""
@@ -339,25 +319,9 @@ class DistributedOptimizer(WrappedOptimizer):
         state = {name_of.get(key, key): entry for key, entry in given["state"].items()}
         return {**given, "state": state}
 
-    @torch.no_grad()
     def _load(self, named: OptimizerState) -> None:
-        tensors: dict[str, dict[str, Tensor]] = {}
-        values: dict[str, dict[str, Any]] = {}
-        for name, entry in named["state"].items():
-            for key, value in entry.items():
-                (tensors if isinstance(value, Tensor) else values).setdefault(name, {})[key] = value
-        forms = {
-            name: {key: (tuple(value.shape), value.dtype) for key, value in entry.items()}
-            for name, entry in tensors.items()
-        }
-        held = held_tensors(self._model.placed())
-        targets = StateTargets(self.local(), held, forms, adds_masters=False)
-        for (name, key), target in targets.tensors.items():
-            for box, part in target.pieces:
-                part.copy_(tensors[name][key][box.slices(whole_box(target.shape))])
         groups = [{**group, "params": names} for group, names in zip(named["param_groups"], self._names, strict=True)]
-        more = {key: value for key, value in named.items() if key not in ("state", "param_groups")}
-        targets.load(values, groups, True, **more)
+        write_states(self.local(), held_tensors(self._model.placed()), {**named, "param_groups": groups})
 
     def load_local(self, state: OptimizerState) -> None:
         """Load a state of the local parameters, by number."""

@@ -16,35 +16,35 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from atorch.errors import ArgumentError, CheckpointError
+from atorch.errors import ArgumentError
 from atorch.model.user_functions import ELEMENTWISE, MakeOptimizer, is_elementwise
 from atorch.runtime.chunk.gradients import EarlySteps, GradientSink
 from atorch.runtime.chunk.memory import ChunkMemory, ChunkSet
 from atorch.runtime.chunk.optimizer_slices import (
     RUN_NUMEL,
-    SHARE,
     FlatStates,
     OptimizerSlice,
     WideGradients,
     cut,
-    divided,
-    joined,
-    restore_master,
+    is_cut,
+    part_of,
     runs,
     uncut,
     whole,
 )
 from atorch.runtime.memory.offload import host_threads
-from atorch.runtime.optimizer.held_tensors import whole_states
 from atorch.runtime.optimizer.shadow_parameters import ShadowOptimizer, show
 from atorch.runtime.optimizer.user_optimizer import needs_closure
-from atorch.runtime.optimizer.wrapped_optimizer import OwnPart, dense_gradient, fuse
+from atorch.runtime.optimizer.wrapped_optimizer import MASTER, OwnPart, dense_gradient, fuse
 from atorch.runtime.precision.master_weights import without_masters
+
+if TYPE_CHECKING:
+    from atorch.runtime.chunk.layout import ChunkSlot
 
 
 class ChunkOptimizer(ShadowOptimizer):
@@ -78,7 +78,7 @@ class ChunkOptimizer(ShadowOptimizer):
         disk: Path | None = None,
         early: GradientSink | None = None,
     ) -> None:
-        self._chunks, self._loss_scale = chunks, loss_scale
+        self._chunks, self._loss_scale, self._group = chunks, loss_scale, chunks.group
         self._states = FlatStates(disk)
         self._pieces: dict[Tensor, list[OptimizerSlice]] = {}  # by managed parameter
         super().__init__(make_inner, groups)
@@ -181,84 +181,54 @@ class ChunkOptimizer(ShadowOptimizer):
         """
         self._chunks.need_whole()
         self._states.settle([piece for piece in self._in_order if piece in self._states], self.inner.state)
-        with self._stand_ins_shown():
-            show(self.inner, self._in_pieces())
-            saved = self.inner.state_dict()
-        state: dict[Any, Any] = {}
-        groups, number = [], 0
-        for group, shown in zip(saved["param_groups"], self._shown, strict=True):
-            positions = iter(group["params"])
-            groups.append({**group, "params": list(range(number, number + len(shown)))})
-            for parameter in shown:
-                pieces = self._pieces.get(parameter)
-                made = [saved["state"].get(next(positions)) for _ in range(1 if pieces is None else len(pieces))]
-                entry = made[0] if pieces is None else joined(pieces, made[0] if made else None, self._states)
-                if entry is not None:
-                    state[number] = entry
-                number += 1
-        if self._chunks.num_shares == 1:
-            return {**saved, "state": state, "param_groups": groups}
-        share, params = self._share_of_each(), self._parameters()
-        for number in [number for number in state if share[number] != (0, params[number].numel())]:
-            parts = state[number].items()
-            state[number] = {k: OwnPart.of(v) if isinstance(v, Tensor) and v.dim() else v for k, v in parts}
-        return {**saved, SHARE: share, "state": state, "param_groups": groups}
+        return super().state_dict()
 
-    def full_state_dict(self, to_rank: int = 0) -> dict[str, Any] | None:
-        """The full state on rank `to_rank` of the chunks' group, None on the others. All ranks must call it."""
-        group = self._chunks.group
-        return self.state_dict() if group is None else whole_states(self, group, to_rank, self._chunks.place)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a full state, of this class or a plain optimizer, or one that `state_dict` returned on this process.
-
-        Masters in it become the parameters' values.
-
-        Raises:
-            CheckpointError: it has other parameter groups, or parts that this process does not have.
-        """
+    @torch.no_grad()
+    def _load(self, saved: dict[str, Any]) -> None:
+        """Load a state; masters in it become the parameters' values."""
         self._chunks.need_whole()
-        sizes = [[len(group["params"]) for group in state_dict["param_groups"]], [len(shown) for shown in self._shown]]
-        if sizes[0] != sizes[1]:
-            raise CheckpointError(
-                f"the optimizer state is of groups of {sizes[0]} parameters, and the optimizer has groups of "
-                f"{sizes[1]}; make the groups as they were when it was saved"
-            )
-        of_share = SHARE in state_dict
-        if of_share and [*map(tuple, state_dict[SHARE])] != self._share_of_each():
-            raise CheckpointError(
-                "the optimizer state is a process's share, and not of what this one has: it is of another process, of "
-                "another number of processes, or of other chunks. Load the whole state (full_state_dict)"
-            )
-        state: dict[Any, Any] = {}
-        groups, position = [], 0
-        for group, shown in zip(state_dict["param_groups"], self._shown, strict=True):
-            start = position
-            for number, parameter in zip(group["params"], shown, strict=True):
-                entry, pieces = state_dict["state"].get(number), self._pieces.get(parameter)
-                entries = [entry] if pieces is None or not entry else divided(entry, pieces, of_share)
-                state.update({position + offset: made for offset, made in enumerate(entries) if made})
-                position += 1 if pieces is None else len(pieces)
-            groups.append({**group, "params": list(range(start, position))})
-        with self._stand_ins_shown():
-            show(self.inner, self._in_pieces())
-            self.inner.load_state_dict(without_masters({**state_dict, "state": state, "param_groups": groups}))
+        super()._load(without_masters(saved))
         self._states.forget()
         if self._is_cut:
             self._states.settle(self._in_order, self.inner.state)
-        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
-        for number, parameter in zip(numbers, self._parameters(), strict=True):
-            for piece in self._pieces.get(parameter, ())[:1]:
-                restore_master(state_dict["state"].get(number, {}), piece, of_share)
-        self._share()
+        for parameter, entry in self._entries(saved):
+            if MASTER not in (entry or ()):
+                continue
+            if (place := self._place(parameter)) is None:
+                parameter.copy_(entry[MASTER])
+            elif (part := place[0].part(place[0].master, place[1])) is not None:
+                part.copy_(entry[MASTER])
+                place[0].follow()
 
-    def _share_of_each(self) -> list[tuple[int, int]]:
-        """The range of elements of each flattened parameter that is on this process."""
-        places = [(parameter, self._chunks.place(parameter)) for parameter in self._parameters()]
-        ranges = [
-            slice(0, parameter.numel()) if place is None else place[0].within(place[1]) for parameter, place in places
-        ]
-        return [(elements.start, elements.stop) for elements in ranges]
+    def _joined(self, parameter: Tensor, made: Sequence[Any]) -> Any:
+        if parameter not in self._pieces:
+            return made[0]
+        entry: dict[str, Any] = {}
+        for piece, state in zip(self._pieces[parameter][:1], made, strict=False):
+            chunk = piece.chunk
+            entry = {k: self._states.joined(piece, k) if is_cut(v, piece) else v for k, v in (state or {}).items()}
+            if chunk.master is not chunk.compute:
+                entry[MASTER] = chunk.part(chunk.master, piece.slot)
+        if self._range(parameter) != (0, parameter.numel()):
+            entry = {k: OwnPart.of(v) if isinstance(v, Tensor) and v.dim() else v for k, v in entry.items()}
+        return entry or None
+
+    def _divided(self, parameter: Tensor, entry: Any) -> Sequence[Any]:
+        if parameter not in self._pieces:
+            return [entry]
+        pieces = self._pieces[parameter]
+        return [{k: part_of(v, piece) for k, v in entry.items()} for piece in pieces]
+
+    def _place(self, parameter: Tensor) -> tuple[ChunkMemory, ChunkSlot] | None:
+        return self._chunks.place(parameter)
+
+    def _ranges(self) -> list[tuple[int, int]] | None:
+        return None if self._chunks.num_shares == 1 else list(map(self._range, self._parameters()))
+
+    def _range(self, parameter: Tensor) -> tuple[int, int]:
+        place = self._chunks.place(parameter)
+        elements = slice(0, parameter.numel()) if place is None else place[0].within(place[1])
+        return elements.start, elements.stop
 
     def _make_stand_in(self, parameter: Tensor) -> Tensor | None:
         place = self._chunks.place(parameter)
@@ -277,18 +247,17 @@ class ChunkOptimizer(ShadowOptimizer):
             self._of_chunk.setdefault(piece.chunk.spec.index, []).append(piece)
 
     def _cut_group(self, number: int) -> None:
-        for parameter, stand_in in zip(self._shown[number], self._hidden[number], strict=True):
+        for parameter in self._shown[number]:
             place = self._chunks.place(parameter)
             if place is None:
                 continue
+            stand_in: Any = self.stand_ins[parameter]
             if not self._is_cut:
                 self._pieces[parameter] = [uncut(*place, number, stand_in)]
                 continue
             pieces = self._pieces[parameter] = cut(*place, number, bool(self.inner.param_groups[number].get("fused")))
             if made := self.inner.state.pop(stand_in, None):  # of an optimizer that makes states in its constructor
-                self.inner.state.update(
-                    zip([piece.view for piece in pieces], divided(made, pieces, False), strict=True)
-                )
+                self.inner.state.update(zip(self._stepped_for(parameter), self._divided(parameter, made), strict=True))
                 self._states.settle(pieces, self.inner.state)
 
     def _called(self, closure: Any) -> Any:
@@ -308,7 +277,7 @@ class ChunkOptimizer(ShadowOptimizer):
     ) -> Iterator[tuple[Sequence[OptimizerSlice], list[list[Tensor]]]]:
         """The inner optimizer's calls that make one step: the pieces of each, and the parameters of its groups."""
         if self._at_once:
-            yield live, self._hidden
+            yield live, [[piece for p in group for piece in self._stepped_for(p)] for group in self._shown]
             return
         for run in runs(live, self._run_numel(live, gradients)):
             shown: list[list[Tensor]] = [[] for _ in unmanaged]
@@ -333,12 +302,9 @@ class ChunkOptimizer(ShadowOptimizer):
             torch._foreach_mul_(gradients, factor)
         return listed
 
-    def _in_pieces(self) -> list[list[Tensor]]:
-        return [[view for parameter in group for view in self._views(parameter)] for group in self._shown]
-
-    def _views(self, parameter: Tensor) -> list[Tensor]:
+    def _stepped_for(self, parameter: Tensor) -> Sequence[Tensor]:
         pieces = self._pieces.get(parameter)
-        return [parameter] if pieces is None else [piece.view for piece in pieces]
+        return super()._stepped_for(parameter) if pieces is None else [piece.view for piece in pieces]
 
     def _parameters(self) -> list[Tensor]:
         return [parameter for group in self._shown for parameter in group]

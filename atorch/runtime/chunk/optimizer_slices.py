@@ -15,8 +15,7 @@ its chunk and kind of state, in memory or in a file, and the optimizer keeps a v
 was stepped in pieces is contiguous, where the parameter is. Files are mapped into memory, and the kernel pages them out
 and in. They are unlinked at once, so that they vanish with the process, however it ends.
 
-A saved state has the parameter's shape, as if the optimizer had stepped on the full parameter. A process that shares
-chunks saves its own parts, 1-D for some parameters, and its `share`: the range of elements of each that it has.
+A saved state has the parameter's shape, as if the optimizer had stepped on the full parameter.
 """
 
 from __future__ import annotations
@@ -33,7 +32,6 @@ from torch import Tensor, nn
 
 from atorch.errors import OutOfBudgetError
 from atorch.runtime.chunk.memory import ChunkForm, ChunkMemory
-from atorch.runtime.precision.master_weights import MASTER
 from atorch.units import format_bytes
 
 if TYPE_CHECKING:
@@ -167,56 +165,16 @@ def _shaped(flat: Tensor, form: ChunkForm | None) -> Tensor:
     return flat if form is None else flat.as_strided(form.shape, form.stride)
 
 
-SHARE = "share"
-
-ParameterState = dict[str, Any]
-
-
-def joined(
-    pieces: Sequence[OptimizerSlice], made: Mapping[str, Any] | None, states: FlatStates
-) -> ParameterState | None:
-    """The state to save for a parameter from its `pieces` on this process; None for none.
-
-    made: the optimizer's state of the first piece.
-    """
-    if not pieces:
-        return None
-    first = pieces[0]
-    chunk, slot = first.chunk, first.slot
-    entry = {k: states.joined(first, k) if is_cut(value, first) else value for k, value in (made or {}).items()}
-    if chunk.master is not chunk.compute:
-        entry[MASTER] = chunk.part(chunk.master, slot)
-    return entry or None
-
-
-def divided(entry: Mapping[str, Any], pieces: Sequence[OptimizerSlice], of_share: bool) -> list[ParameterState]:
-    """The states of `pieces` of one parameter from its saved state, which is this share's or the full one."""
-    return [{key: _cut(value, piece, of_share) for key, value in entry.items() if key != MASTER} for piece in pieces]
-
-
-@torch.no_grad()
-def restore_master(entry: Mapping[str, Any], piece: OptimizerSlice, of_share: bool) -> None:
-    """Restore the master, or else the value, of the parameter of `piece` from a master in its saved state."""
-    chunk, slot = piece.chunk, piece.slot
-    if MASTER not in entry:
-        return
-    if not of_share:
-        chunk.write(slot, entry[MASTER])
-    elif (part := chunk.part(chunk.master, slot)) is not None:
-        part.copy_(entry[MASTER])
-        chunk.follow()
-
-
-def _cut(value: Any, piece: OptimizerSlice, of_share: bool) -> Any:
+def part_of(value: Any, piece: OptimizerSlice) -> Any:
     """The part of a saved value for `piece`; a copy of a value without parts, since each piece counts its own steps."""
     if not isinstance(value, Tensor):
         return value
     local, form = piece.chunk.within(piece.slot), piece.chunk.forms[piece.slot.name]
-    is_part = of_share and local != slice(0, piece.slot.numel)
-    if piece.form is not None or tuple(value.shape) != ((local.stop - local.start,) if is_part else form.shape):
+    is_whole = tuple(value.shape) == form.shape
+    if piece.form is not None or not (is_whole or tuple(value.shape) == (local.stop - local.start,)):
         return value.clone()
     start = piece.where.start + piece.chunk.share.start - piece.slot.offset  # in the parameter
-    flat, first = (value, local.start) if is_part else (form.flat(value), 0)
+    flat, first = (form.flat(value), 0) if is_whole else (value, local.start)
     return flat[start - first : start - first + piece.numel]
 
 

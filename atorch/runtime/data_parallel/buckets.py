@@ -8,9 +8,7 @@ rank.
 
 The slice that an optimizer steps is a parameter that shares its original's memory. Writes to either change both, and
 bump the version of both. The slice gets its gradient for a step: a slice of the parameter's, or the entries of a sparse
-one that fall into it. A rank saves its share of the optimizer's states: flat slices of the states of some parameters,
-and their elements under `slices`. A merged state has its parameter's shape; scalars such as step counts are equal for
-all slices.
+one that fall into it.
 """
 
 from __future__ import annotations
@@ -99,7 +97,7 @@ def gathered(
     """The whole tensors of which the ranks of `group` (None: all) hold boxes, on its rank `to_rank` (None: on all).
 
     Collective: all ranks iterate to the end. Each takes memory for a bucket of tensors at a time, also one that gets
-    nothing. Of a box that several ranks hold, all get the first one's values.
+    nothing. Of a box that several ranks hold, all get the first one's values. A single rank gets views of its own.
 
     Raises:
         CheckpointError: the boxes of a tensor have holes.
@@ -123,8 +121,9 @@ def gathered(
     for key, ((shape, dtype, device), owners) in found.items():
         if not is_fake_world():
             check_cover(str(key), shape, list(owners))
-        whole = wholes[key] = torch.empty(shape, dtype=dtype, device=device)
-        for box, source in owners.items():
+        alone = own[key].get(whole_box(shape)) if len(ranks) == 1 else None
+        whole = wholes[key] = torch.empty(shape, dtype=dtype, device=device) if alone is None else alone
+        for box, source in owners.items() if alone is None else ():
             part = whole[box.slices(whole_box(shape))]
             shares[source].append(part.copy_(own[key][box]) if source == rank else part)
         left -= 1
@@ -238,24 +237,6 @@ def _unpack_gathered(bucket: SlicedBucket, buffer: Tensor, rank: int) -> None:
         # The step bumped the versions of this rank's; writing by `detach` bumps the others', for optimizers of copies.
         target = param.data if param in stepped else param.detach()
         target.view(-1).copy_(buffer[start : start + param.numel()])
-
-
-SLICES = "slices"
-
-
-def sliced(entry: Any, param: Tensor, where: slice) -> Any:
-    """The part of a parameter's saved state for the flattened elements `where`."""
-
-    def part(value: Any) -> Any:
-        if not isinstance(value, Tensor) or not value.dim() or value.shape != param.shape:
-            return value
-        return _dense(value).reshape(-1)[where].clone()  # a view would keep the full tensor in memory
-
-    return {key: part(value) for key, value in entry.items()} if isinstance(entry, Mapping) else entry
-
-
-def _dense(value: Tensor) -> Tensor:
-    return value.to_dense() if value.is_sparse else value
 
 
 def slice_of(param: Tensor, where: slice) -> nn.Parameter:

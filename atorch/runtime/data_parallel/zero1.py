@@ -13,12 +13,10 @@ tensor, frozen ones included, and has no state dict before a gathering call.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
@@ -28,7 +26,6 @@ from atorch.distributed.fingerprints import Facts, described_optimizer, describe
 from atorch.errors import ArgumentError, CheckpointError
 from atorch.model.user_functions import MakeOptimizer
 from atorch.runtime.data_parallel.buckets import (
-    SLICES,
     broadcast,
     can_cut,
     follow,
@@ -37,13 +34,12 @@ from atorch.runtime.data_parallel.buckets import (
     lend_gradient,
     origin,
     slice_of,
-    sliced,
     sliced_buckets,
 )
-from atorch.runtime.optimizer.held_tensors import whole_states
+from atorch.runtime.optimizer.shadow_parameters import ShadowOptimizer, show
 from atorch.runtime.optimizer.user_optimizer import as_groups, makes_elementwise, tensor_of
-from atorch.runtime.optimizer.wrapped_optimizer import WrappedOptimizer
-from atorch.runtime.precision.master_weights import MASTER
+from atorch.runtime.optimizer.wrapped_optimizer import MASTER, SHARE, WrappedOptimizer, local
+from atorch.runtime.precision.master_weights import take_masters
 
 
 def deal_out(sizes: Sequence[int], num_ranks: int) -> list[int]:
@@ -56,7 +52,7 @@ def deal_out(sizes: Sequence[int], num_ranks: int) -> list[int]:
     return owners
 
 
-class ShardedOptimizer(WrappedOptimizer):
+class ShardedOptimizer(ShadowOptimizer):
     """An optimizer whose state is sharded over the ranks of a group. Gradients must be equal on all of them.
 
     Every rank has the full parameter groups, as in plain training, so that schedulers, clipping and
@@ -74,13 +70,16 @@ class ShardedOptimizer(WrappedOptimizer):
         ArgumentError: the ranks differ, or creation failed on one; raised on all.
     """
 
+    _group: dist.ProcessGroup
+
     def __init__(
         self, groups: Iterable[Any], make_optimizer: MakeOptimizer, group: dist.ProcessGroup, *, is_agreed: bool = False
     ) -> None:
         def make() -> Optimizer:
             return self._inner_of(list(groups), make_optimizer, group)
 
-        super().__init__(make() if is_agreed else call_on_all_ranks("ShardedOptimizer", dict, make, self._facts, group))
+        inner = make() if is_agreed else call_on_all_ranks("ShardedOptimizer", dict, make, self._facts, group)
+        WrappedOptimizer.__init__(self, inner)
 
     def _facts(self, inner: Optimizer) -> Mapping[str, Facts]:
         settings, params = described_optimizer(inner), described_parameters(self._params, "the optimizer")
@@ -92,19 +91,18 @@ class ShardedOptimizer(WrappedOptimizer):
         self._group = group
         self._params = [tensor_of(entry) for part in whole for entry in part["params"]]
         self._deal_out(makes_elementwise(make_optimizer, whole))
-        stepped = self._pieces | {param: param for param in self._shares[group.rank()][1]}
         share = [
-            {**part, "params": [_put(e, stepped) for e in part["params"] if tensor_of(e) in stepped]} for part in whole
+            {**part, "params": [_put(e, self.stand_ins) for e in part["params"] if tensor_of(e) in self.stand_ins]}
+            for part in whole
         ]
         # An optimizer that was given bare parameters gets bare ones again; but an empty share needs a group.
         bare = not grouped and share[0]["params"]
         inner = make_optimizer(share[0]["params"] if bare else share)
-        self._mine = [_held(part) for part in inner.param_groups]
-        self._whole = [_listing(part["params"]) for part in whole]
-        index_of = {param: index for index, param in enumerate(self._params)}
-        self._indices = [index_of[origin(piece)[0]] for part in inner.param_groups for piece in part["params"]]
-        _show(inner, self._whole)
-        self._states: defaultdict[Tensor, Any] = defaultdict(dict)
+        self._shown = [[tensor_of(entry) for entry in part["params"]] for part in whole]
+        for listed, part in zip(inner.param_groups, whole, strict=True):
+            if names := [entry[0] for entry in part["params"] if isinstance(entry, tuple)]:
+                listed["param_names"] = names
+        show(inner, self._shown)
         return inner
 
     def _deal_out(self, is_elementwise: bool) -> None:
@@ -118,10 +116,11 @@ class ShardedOptimizer(WrappedOptimizer):
         sizes = [param.nbytes if param.requires_grad else 0 for param in whole]
         owned = list(zip(whole, deal_out(sizes, num_ranks), strict=True))
         self._shares = [(i, [param for param, owner in owned if owner == i]) for i in range(num_ranks)]
-        self._pieces: dict[Tensor, Tensor] = {}  # parameter in a bucket → its slice that this rank steps, or itself
+        # Parameter of this rank's share → the slice of it that this rank steps, or itself.
+        self.stand_ins = {param: param for param in self._shares[rank][1]}
         for param, where in (held for bucket in self._buckets for held in bucket.held(rank)):
-            self._pieces[param] = param if where == slice(0, param.numel()) else slice_of(param, where)
-        self._slices = [piece for param, piece in self._pieces.items() if piece is not param]
+            self.stand_ins[param] = param if where == slice(0, param.numel()) else slice_of(param, where)
+        self._slices = [piece for param, piece in self.stand_ins.items() if piece is not param]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Accept only groups that the inner optimizer has already: all parameters have been assigned to ranks.
@@ -152,7 +151,7 @@ class ShardedOptimizer(WrappedOptimizer):
             self._lend_gradients()
             return loss
 
-        with self._share_shown():
+        with self._stand_ins_shown():
             self._lend_gradients()
             result = self.inner.step(evaluated) if closure is not None else self.inner.step()
         for piece in self._slices:
@@ -160,20 +159,20 @@ class ShardedOptimizer(WrappedOptimizer):
         # Parameters that were never trained do not change, so they are not sent; some may have been unfrozen since.
         self._trained.update(param for param in self._params if param.requires_grad)
         self._send(self._trained)
-        self._note_states(self._params)
+        # torch.distributed.checkpoint depends on all ranks having states, or none.
+        self._noted = frozenset(self._params)
         return result
 
     def _call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         def work() -> Any:
-            with self._share_shown():
+            with self._stand_ins_shown():
                 self._lend_gradients()
-                return super(ShardedOptimizer, self)._call(method, *args, **kwargs)
+                return WrappedOptimizer._call(self, method, *args, **kwargs)
 
         result = all_or_none(work, self._group)
         for piece in self._slices:
             piece.grad = None
         self._send(set(self._params))
-        self._note_states(())
         return result
 
     def _send(self, params: set[Tensor]) -> None:
@@ -183,7 +182,7 @@ class ShardedOptimizer(WrappedOptimizer):
 
     def gradients(self) -> Iterator[Tensor]:
         """Gradients of this rank's share: disjoint between ranks, except sparse ones that several have slices of."""
-        with self._share_shown():
+        with self._stand_ins_shown():
             gradients = list(super().gradients())
         yield from gradients
         yield from (values for piece in self._slices if (values := gradient_values(piece)) is not None)
@@ -198,139 +197,60 @@ class ShardedOptimizer(WrappedOptimizer):
         Raises:
             ArgumentError: some ranks did not; the message names them.
         """
-        state = self._gathered("optimizer.state_dict()", None)
+        checked_barrier("optimizer.state_dict()", self._group)
+        state = super().full_state_dict(None)
         assert state is not None, "all ranks get it"
         return state
 
-    def full_state_dict(self, to_rank: int = 0) -> dict[str, Any] | None:
+    def full_state_dict(self, to_rank: int | None = 0) -> dict[str, Any] | None:
         """The full optimizer state on rank `to_rank` of the group, None on the others. Collective."""
-        return self._gathered("optimizer.full_state_dict()", to_rank)
-
-    def _gathered(self, call: str, to_rank: int | None) -> dict[str, Any] | None:
-        checked_barrier(call, self._group)
-        return whole_states(self, self._group, to_rank)
+        checked_barrier("optimizer.full_state_dict()", self._group)
+        return super().full_state_dict(to_rank)
 
     def local_state_dict(self) -> dict[str, Any]:
         """The state of this rank's share, by the parameter indices of the whole model. No communication."""
-        with self._share_shown():
-            inner = self.inner.state_dict()
-        state = {self._index(local): value for local, value in inner["state"].items()}
-        groups = [{**part, "params": [self._index(i) for i in part["params"]]} for part in inner["param_groups"]]
-        return {**inner, "state": state, "param_groups": groups, SLICES: self._held_slices()}
-
-    def _held_slices(self) -> dict[int, tuple[int, int]]:
-        index_of = {param: index for index, param in enumerate(self._params)}
-        return {index_of[param]: (where.start, where.stop) for param, where in map(origin, self._slices) if where}
+        return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the full optimizer state, or this rank's share of it.
+        """Load a full state, also of a plain optimizer, or this rank's share of one; no communication.
+
+        Masters in a full state become the values of all parameters.
 
         Raises:
-            CheckpointError: the state lacks parameters of this rank's share.
+            CheckpointError: the groups or the share are others, or fp32 parameters would get a share of masters.
         """
-        numbers = [number for part in state_dict["param_groups"] for number in part["params"]]
-        # By order: a full state may use any keys.
-        names = {number: number for number in numbers} if SLICES in state_dict else dict(enumerate(numbers))
-        missing = [index for index in self._indices if index not in names]
-        slices, held = state_dict.get(SLICES, {}), self._held_slices()
-        of_others = [index for index in self._indices if index in slices and tuple(slices[index]) != held.get(index)]
-        if missing or of_others:
-            raise CheckpointError(
-                f"the optimizer state lacks parameters {[*missing, *of_others][:5]} of this rank's share, or has other "
-                "parts of them. It is another rank's, or was written on another number of ranks. Load the whole state "
-                "(state_dict, which all ranks call)"
-            )
-        saved_state, rest = state_dict["state"], {k: v for k, v in state_dict.items() if k != SLICES}
-        entries = [(self._params[index], saved_state.get(number, {})) for index, number in names.items()]
-        masters = [(param, entry[MASTER]) for param, entry in entries if MASTER in entry]
-        if SLICES in state_dict and any(param.dtype == master.dtype for param, master in masters):
+        if SHARE not in state_dict:
+            state_dict = take_masters(self, state_dict)
+        super().load_state_dict(state_dict)
+
+    def _load(self, saved: dict[str, Any]) -> None:
+        if any(MASTER in (entry or ()) and entry[MASTER].dtype == param.dtype for param, entry in self._entries(saved)):
             raise CheckpointError(
                 "the optimizer state has this rank's share of a job's fp32 masters, and here every rank has all "
                 "parameters in fp32; load the whole state (state_dict, which all ranks call)"
             )
-        state = {
-            local: self._part(saved_state[names[index]], index, index in slices)
-            for local, index in enumerate(self._indices)
-            if names[index] in saved_state
-        }
-        with self._share_shown():
-            groups, start = [], 0
-            for part, saved_part in zip(self.inner.param_groups, state_dict["param_groups"], strict=True):
-                names_of = {"param_names": part["param_names"]} if "param_names" in part else {}
-                groups.append({**saved_part, **names_of, "params": list(range(start, start + len(part["params"])))})
-                start += len(part["params"])
-            self.inner.load_state_dict({**rest, "state": state, "param_groups": groups})
-            self._mine = [_held(part) for part in self.inner.param_groups]
-        with torch.no_grad():
-            for param, master in masters if SLICES not in state_dict else ():
-                param.copy_(master)
-        self._states.clear()
-        self._share()
-        self._note_states(self._params if saved_state else ())
+        super()._load(saved)
+        self._noted = frozenset(self._params if saved["state"] else ())
 
-    def _part(self, entry: Any, index: int, is_slice: bool) -> Any:
-        param = self._params[index]
-        _, where = origin(self._pieces.get(param, param))
-        return entry if is_slice or where is None else sliced(entry, param, where)
+    def _stepped_for(self, parameter: Tensor) -> Sequence[Tensor]:
+        return [self.stand_ins[parameter]] if parameter in self.stand_ins else []
 
-    @property
-    def state(self) -> defaultdict[Tensor, Any]:
-        """States by the parameters of the whole model."""
-        return self._states
+    def _divided(self, parameter: Tensor, entry: Any) -> Sequence[Any]:
+        return [entry] if parameter in self.stand_ins else []
 
-    @state.setter
-    def state(self, state: defaultdict[Tensor, Any]) -> None:
-        self._states = state
-
-    def _share(self) -> None:
-        super()._share()
-        self._note_states(())
-
-    def _note_states(self, params: Iterable[Tensor]) -> None:
-        """Collect the states of the inner optimizer, and add empty entries for `params`, as after a step.
-
-        torch.distributed.checkpoint depends on all ranks having states, or none.
-        """
-        self._states.update({param: {} for param in params if param not in self._states})
-        self._states.update({origin(piece)[0]: state for piece, state in self.inner.state.items()})
-
-    def _follow_states(self) -> None:
-        """Apply to the inner optimizer the states that users removed from `state` or replaced there."""
-        for piece in list(self.inner.state):
-            state = self._states.get(origin(piece)[0])
-            if state:
-                self.inner.state[piece] = state
-            else:
-                del self.inner.state[piece]
+    def _ranges(self) -> list[tuple[int, int]]:
+        pieces = [
+            (param, origin(self.stand_ins[param])[1] if param in self.stand_ins else slice(0, 0))
+            for param in self._params
+        ]
+        return [(0, local(param).numel()) if where is None else (where.start, where.stop) for param, where in pieces]
 
     @contextmanager
-    def _share_shown(self) -> Iterator[None]:
-        self._follow_states()
+    def _stand_ins_shown(self) -> Iterator[None]:
         for piece in self._slices:
             follow(piece)
-        _show(self.inner, self._mine)
-        try:
+        with super()._stand_ins_shown():
             yield
-        finally:
-            _show(self.inner, self._whole)
-
-    def _index(self, local: Any) -> Any:
-        return self._indices[local] if isinstance(local, int) else local
-
-
-def _show(optimizer: Optimizer, parts: Sequence[dict[str, Any]]) -> None:
-    for group, part in zip(optimizer.param_groups, parts, strict=True):
-        group.update(part)
-
-
-def _held(group: dict[str, Any]) -> dict[str, Any]:
-    return {key: list(group[key]) for key in ("params", "param_names") if key in group}
-
-
-def _listing(entries: list[Any]) -> dict[str, Any]:
-    """As `_held`, of entries that may be `(name, parameter)`."""
-    names = [entry[0] for entry in entries if isinstance(entry, tuple)]
-    return {"params": [tensor_of(entry) for entry in entries], **({"param_names": names} if names else {})}
 
 
 def _put(entry: Any, stepped: Mapping[Tensor, Tensor]) -> Any:

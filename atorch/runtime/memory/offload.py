@@ -133,10 +133,8 @@ class HostOptimizer(ShadowOptimizer):
         self._follow_changes()
         _wait(self.stand_ins)  # for the last copies to the device
         before = {copy: local(copy)._version for copy in self.stand_ins.values()}
-        with self._stand_ins_shown():
-            self.inner.load_state_dict(state_dict)
+        super().load_state_dict(state_dict)
         self._bring_up([pair for pair in self.stand_ins.items() if local(pair[1])._version != before[pair[1]]])
-        self._share()
 
     def _make_stand_in(self, parameter: Tensor) -> Tensor | None:
         if parameter not in self._chosen:

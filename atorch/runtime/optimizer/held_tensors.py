@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -25,11 +25,9 @@ from atorch.errors import CheckpointError
 from atorch.model.pytree import map_tensors
 from atorch.model.structure import named_tensors
 from atorch.runtime.chunk.memory import ChunkForm, ChunkMemory
-from atorch.runtime.chunk.optimizer_slices import SHARE
 from atorch.runtime.chunk.parameter import ChunkedParameter
-from atorch.runtime.data_parallel.buckets import SLICES, gathered
-from atorch.runtime.optimizer.wrapped_optimizer import innermost, local, local_state_dict
-from atorch.runtime.precision.master_weights import HAS_MASTERS, MASTER
+from atorch.runtime.data_parallel.buckets import gathered
+from atorch.runtime.optimizer.wrapped_optimizer import HAS_MASTERS, MASTER, SHARE, innermost, local, local_state_dict
 
 if TYPE_CHECKING:
     from atorch.runtime.chunk.layout import ChunkSlot
@@ -207,11 +205,9 @@ def held_states(
     Raises:
         CheckpointError: a state of a parameter that is cut has another shape than the parameter.
     """
-    of_tensor = {id(entry.tensor): entry for entry in held}
-    saved = local_state_dict(optimizer) if saved is None else saved
+    saved, listed = local_state_dict(optimizer) if saved is None else saved, _owners(optimizer, held)
     tensors: dict[tuple[str, str], LogicalTensor] = {}
     values: dict[str, dict[str, Any]] = {}
-    listed = [[_of(parameter, of_tensor) for parameter in group["params"]] for group in optimizer.param_groups]
     for number, owner in enumerate(itertools.chain.from_iterable(listed)):
         entry = saved["state"].get(number) or {}
         for key, value in entry.items():
@@ -228,43 +224,53 @@ def held_states(
     return HeldStates(tensors, values, groups)
 
 
+def _owners(optimizer: Optimizer, held: Iterable[HeldTensor]) -> list[list[HeldTensor]]:
+    """The parameters of each group of an optimizer."""
+    of_tensor = {id(entry.tensor): entry for entry in held}
+    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+        if id(parameter) not in of_tensor:
+            raise CheckpointError(
+                f"the optimizer has a parameter of shape {tuple(parameter.shape)} that the model does not have; save "
+                "what is outside of the model as extra"
+            )
+    return [[of_tensor[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+
+
 def whole_states(
-    optimizer: Optimizer,
-    group: dist.ProcessGroup,
-    to_rank: int | None = None,
-    place_of: Callable[[Tensor], tuple[ChunkMemory, ChunkSlot] | None] = lambda parameter: None,
-) -> dict[str, Any] | None:
-    """The state of an optimizer of whole parameters, whose parts are on the ranks of `group`, in host memory.
+    optimizer: Optimizer, held: Iterable[HeldTensor], group: dist.ProcessGroup, to_rank: int | None = None
+) -> dict[str, dict[str, Any]]:
+    """The whole states of the parameters, by name, of which the ranks of `group` have parts; in host memory.
 
-    Collective. It is on rank `to_rank` of the group (None: on all), and None on the others.
+    Collective. They are on rank `to_rank` of the group (None: on all).
     """
-    saved = local_state_dict(optimizer)
-    params = [parameter for part in optimizer.param_groups for parameter in part["params"]]
-    held = [HeldTensor((str(n),), p, *placement(p, None, 0), place_of(p)) for n, p in enumerate(params)]
-    states = held_states(optimizer, held, saved)
-    values = gather_objects(map_tensors(Tensor.cpu, states.values), group)
-    state: dict[int, dict[str, Any]] = {}
+    states = held_states(optimizer, held)
+    named: dict[str, dict[str, Any]] = {}
+    for of_rank in gather_objects(map_tensors(Tensor.cpu, states.values), group):
+        for name, entry in of_rank.items():
+            named[name] = {**entry, **named.get(name, {})}
     for (name, key), tensor in gathered(states.tensors, group, to_rank):
-        state.setdefault(int(name), {})[key] = tensor.cpu()
-    if to_rank not in (None, group.rank()):
-        return None
-    for name, entry in (item for of_rank in values for item in of_rank.items()):
-        state[int(name)] = {**entry, **state.get(int(name), {})}
-    groups, numbers = [], itertools.count()
-    for part, shown in zip(saved["param_groups"], optimizer.param_groups, strict=True):
-        names_of = {key: shown[key] for key in ("param_names",) if key in shown}
-        groups.append({**part, **names_of, "params": list(itertools.islice(numbers, len(shown["params"])))})
-    whole = {key: value for key, value in saved.items() if key not in (SLICES, SHARE)}
-    return {**whole, "state": dict(sorted(state.items())), "param_groups": groups}
+        named.setdefault(name, {})[key] = tensor.cpu()
+    return named
 
 
-def _of(parameter: Tensor, of_tensor: Mapping[int, HeldTensor]) -> HeldTensor:
-    if id(parameter) not in of_tensor:
-        raise CheckpointError(
-            f"the optimizer has a parameter of shape {tuple(parameter.shape)} that the model does not have; save what "
-            "is outside of the model as extra"
-        )
-    return of_tensor[id(parameter)]
+@torch.no_grad()
+def write_states(optimizer: Optimizer, held: Iterable[HeldTensor], named: Mapping[str, Any]) -> None:
+    """Load this rank's parts of a whole state, which has names in place of numbers."""
+    tensors: dict[tuple[str, str], Tensor] = {}
+    values: dict[str, dict[str, Any]] = {}
+    forms: dict[str, dict[str, Any]] = {}
+    for name, key, value in ((name, *item) for name, entry in named["state"].items() for item in entry.items()):
+        if isinstance(value, Tensor):
+            tensors[name, key] = value.to_dense() if value.is_sparse else value
+            forms.setdefault(name, {})[key] = (tuple(value.shape), value.dtype)
+        else:
+            values.setdefault(name, {})[key] = value
+    made = empty_states(optimizer, held, forms)
+    for key, target in held_states(optimizer, held, made).tensors.items():
+        for box, part in target.pieces:
+            part.copy_(tensors[key][box.slices(whole_box(target.shape))])
+    more = {key: value for key, value in named.items() if key not in ("state", "param_groups")}
+    load_states(optimizer, held, {**made, **more}, values, named["param_groups"], strict=True)
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -273,8 +279,7 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
 
 def _range(saved: Mapping[str, Any], number: int) -> tuple[int, int] | None:
     """The elements of a flattened parameter that a process's share of the states is for; None for all."""
-    found = saved[SHARE][number] if SHARE in saved else saved.get(SLICES, {}).get(number)
-    return None if found is None else (found[0], found[1])
+    return saved[SHARE][number] if SHARE in saved else None
 
 
 def _state(
@@ -293,77 +298,53 @@ def _state(
     return LogicalTensor(tuple(values.shape), value.dtype, [(whole_box(tuple(values.shape)), values)])
 
 
-class StateTargets:
-    """Memory for the states that this rank's optimizer takes, to be filled and then loaded.
+def empty_states(
+    optimizer: Optimizer,
+    held: Iterable[HeldTensor],
+    saved: Mapping[str, Mapping[str, tuple[tuple[int, ...], torch.dtype]]],
+) -> dict[str, Any]:
+    """The local state of an optimizer with memory for saved states, of which `saved` has shape and dtype by name."""
+    own, state = local_state_dict(optimizer), dict[int, dict[str, Tensor]]()
+    for number, owner in enumerate(itertools.chain.from_iterable(_owners(optimizer, held))):
+        numel = math.prod(owner.local_shape)
+        device = (local(owner.tensor) if owner.place is None else owner.place[0].master).device
+        start, stop = _range(own, number) or (0, numel)
+        entry = state.setdefault(number, {})
+        for key, (shape, dtype) in saved.get(owner.name, {}).items() if stop > start or not numel else ():
+            if shape != owner.shape or stop - start < numel:
+                cut = shape if shape != owner.shape else (stop - start,)
+                entry[key] = torch.empty(cut, dtype=dtype, device=device)
+            else:
+                entry[key] = _as(owner.tensor, torch.empty(owner.local_shape, dtype=dtype, device=device))
+    return {**own, "state": state}
 
-    Args:
-        saved: the shape and dtype of each saved state, by parameter and key.
-        adds_masters: also fill the masters of 16-bit parameters, which are saved as the parameters' values.
+
+def load_states(
+    optimizer: Optimizer,
+    held: Iterable[HeldTensor],
+    made: Mapping[str, Any],
+    values: Mapping[str, Mapping[str, Any]],
+    groups: Sequence[Mapping[str, Any]],
+    *,
+    strict: bool,
+) -> None:
+    """Load the filled states of `empty_states`, with the other values and the groups' settings, into the optimizer.
+
+    strict: raise for parameters that no saved group has; else they begin without states, and a group of such
+        parameters alone keeps its settings.
     """
-
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        held: Iterable[HeldTensor],
-        saved: Mapping[str, Mapping[str, tuple[tuple[int, ...], torch.dtype]]],
-        *,
-        adds_masters: bool = True,
-    ) -> None:
-        of_tensor = {id(entry.tensor): entry for entry in held}
-        self.optimizer, self._local = optimizer, local_state_dict(optimizer)
-        self.tensors: dict[tuple[str, str], LogicalTensor] = {}
-        self._state: dict[int, dict[str, Any]] = {}
-        self._owners = [
-            [_of(parameter, of_tensor) for parameter in group["params"]] for group in optimizer.param_groups
-        ]
-        owners = list(itertools.chain.from_iterable(self._owners))
-        self.owner_of = {n: owners[n] for group in self._local["param_groups"] for n in group["params"]}
-        for number, owner in self.owner_of.items():
-            elements = _range(self._local, number)
-            if elements is not None and elements[0] == elements[1]:
-                continue
-            wanted = dict(saved.get(owner.name, {}))
-            if adds_masters and MASTER in (self._local["state"].get(number) or {}) and owner.place is None:
-                wanted[MASTER] = (owner.shape, torch.float32)
-            for key, (shape, dtype) in wanted.items():
-                self._make(number, owner, key, shape, dtype, elements)
-
-    def _make(
-        self, number: int, owner: HeldTensor, key: str, shape: tuple[int, ...], dtype: torch.dtype,
-        elements: tuple[int, int] | None,
-    ) -> None:  # fmt: skip
-        device = local(owner.tensor).device
-        if shape != owner.shape:
-            values = torch.empty(shape, dtype=dtype, device=device)
-            self.tensors[owner.name, key] = LogicalTensor(shape, dtype, [(whole_box(shape), values)])
-        elif elements is not None and elements != (0, math.prod(owner.local_shape)):
-            values = torch.empty(elements[1] - elements[0], dtype=dtype, device=device)
-            self.tensors[owner.name, key] = LogicalTensor(shape, dtype, owner.pieces(values, elements))
-        else:
-            values = torch.empty(owner.local_shape, dtype=dtype, device=device)
-            self.tensors[owner.name, key] = LogicalTensor(shape, dtype, owner.pieces(values))
-            values = _as(owner.tensor, values)
-        self._state.setdefault(number, {})[key] = values
-
-    def load(
-        self, values: Mapping[str, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]], strict: bool, **more: Any
-    ) -> None:
-        """Load the filled states, with the other values and the groups' settings, into the optimizer.
-
-        strict: raise for parameters that no saved group has; else they begin without states, and a group of such
-            parameters alone keeps its settings.
-        """
-        saved_names = {name for group in groups for name in group["params"]}
-        for number, owner in self.owner_of.items():
-            if owner.name in values:
-                self._state.setdefault(number, {}).update(values[owner.name])
-        made = []
-        for index, (group, owners) in enumerate(zip(self._local["param_groups"], self._owners, strict=True)):
-            names = [owner.name for owner in owners if strict or owner.name in saved_names]
-            is_new = bool(owners) and not names
-            made.append(group if is_new else {**group, **_settings(_matching(groups, index, names))})
-        loading = type(self.optimizer).load_state_dict  # not the instance's, which asks whose part it is
-        loading(self.optimizer, {**self._local, **more, "state": self._state, "param_groups": made})
+    saved_names = {name for group in groups for name in group["params"]}
+    listed, state = _owners(optimizer, held), dict(made["state"])
+    for number, owner in enumerate(itertools.chain.from_iterable(listed)):
+        if owner.name in values:
+            state[number] = {**state.get(number, {}), **values[owner.name]}
+    own_groups = []
+    for index, (group, owners) in enumerate(zip(made["param_groups"], listed, strict=True)):
+        names = [owner.name for owner in owners if strict or owner.name in saved_names]
+        is_new = bool(owners) and not names
+        own_groups.append(group if is_new else {**group, **_settings(_matching(groups, index, names))})
+    loading = type(optimizer).load_state_dict  # not the instance's, which asks whose part it is
+    loading(optimizer, {**made, "state": {n: e for n, e in state.items() if e}, "param_groups": own_groups})
 
 
 def _matching(groups: Sequence[Mapping[str, Any]], index: int, names: Sequence[str]) -> Mapping[str, Any]:

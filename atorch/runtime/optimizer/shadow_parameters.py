@@ -1,25 +1,35 @@
-"""An optimizer whose inner optimizer steps on stand-ins for some parameters: wider tensors, or tensors elsewhere.
+"""An optimizer whose inner one steps on stand-ins for some parameters: wider tensors, tensors elsewhere, or pieces.
 
 Users, schedulers and clipping see the model's parameters. The groups are the inner optimizer's own, so that a changed
 learning rate reaches it. They have the stand-ins only while the inner optimizer runs. `state` is by the model's
 parameters, too. Stand-ins may be nested: fp32 masters may have an inner optimizer with stand-ins on the host.
+
+A saved state is numbered by the model's parameters, too. If processes have pieces of parameters, it has this process's,
+1-D for some parameters, and its `share`: the range of elements of each flattened parameter.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import ChainMap, defaultdict
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch.optim import Optimizer
 
-from atorch.errors import ArgumentError
+from atorch.errors import ArgumentError, CheckpointError
 from atorch.model.user_functions import MakeOptimizer
 from atorch.runtime.data_parallel.buckets import origin
+from atorch.runtime.optimizer.held_tensors import HeldTensor, placement, whole_states, write_states
 from atorch.runtime.optimizer.user_optimizer import entries_of
-from atorch.runtime.optimizer.wrapped_optimizer import WrappedOptimizer, local
+from atorch.runtime.optimizer.wrapped_optimizer import SHARE, WrappedOptimizer, local
+
+if TYPE_CHECKING:
+    from atorch.runtime.chunk.layout import ChunkSlot
+    from atorch.runtime.chunk.memory import ChunkMemory
 
 
 class ShadowOptimizer(WrappedOptimizer):
@@ -31,13 +41,14 @@ class ShadowOptimizer(WrappedOptimizer):
 
     name_of_stand_in: str | None = None  # under which `state` has it, among the states of its parameter
     steps_pieces = False  # then `state` is by piece
+    _noted = frozenset[torch.Tensor]()  # `state` has entries for them, empty ones for those of other processes
+    _group: dist.ProcessGroup | None = None  # the processes that have pieces of the parameters
 
     def __init__(self, make_inner: MakeOptimizer, groups: Iterable[Any]) -> None:
         self.stand_ins: dict[torch.Tensor, torch.Tensor] = {}  # parameter → stand-in
         inner = make_inner(_converted(list(groups), self._stand_in_of))
-        self._hidden = [list(group["params"]) for group in inner.param_groups]
         originals = self._originals()
-        self._shown = [[originals.get(p, p) for p in params] for params in self._hidden]
+        self._shown = [[originals.get(p, p) for p in group["params"]] for group in inner.param_groups]
         show(inner, self._shown)
         self._note_values()
         super().__init__(inner)
@@ -49,7 +60,8 @@ class ShadowOptimizer(WrappedOptimizer):
 
     @state.setter
     def state(self, state: defaultdict[torch.Tensor, Any]) -> None:
-        self.inner.state = state
+        self.inner.state = defaultdict(dict)
+        self.state.update(state)
 
     def _make_stand_in(self, parameter: torch.Tensor) -> torch.Tensor | None:
         raise NotImplementedError
@@ -61,14 +73,113 @@ class ShadowOptimizer(WrappedOptimizer):
         (converted,) = _converted([param_group], self._stand_in_of)
         originals = self._originals()
         with self._stand_ins_shown():
+            show(self.inner, [[self.stand_ins.get(p, p) for p in shown] for shown in self._shown])
             self.inner.add_param_group(converted)
-            self._hidden.append(list(self.inner.param_groups[-1]["params"]))
-            self._shown.append([originals.get(p, p) for p in self._hidden[-1]])
+            self._shown.append([originals.get(p, p) for p in self.inner.param_groups[-1]["params"]])
         self._note_values()
 
     def state_dict(self) -> dict[str, Any]:
+        """The inner optimizer's state, by parameter; where processes have pieces of parameters, this one's."""
         with self._stand_ins_shown():
-            return self.inner.state_dict()
+            saved = self.inner.state_dict()
+        places, numbers, groups = itertools.count(), itertools.count(), []
+        known = {place for group in saved["param_groups"] for place in group["params"]}
+        state = {key: entry for key, entry in saved["state"].items() if key not in known}
+        for group, shown in zip(saved["param_groups"], self._shown, strict=True):
+            groups.append({**group, "params": list(itertools.islice(numbers, len(shown)))})
+            for number, parameter in zip(groups[-1]["params"], shown, strict=True):
+                made = [saved["state"].get(next(places)) for _ in self._stepped_for(parameter)]
+                if (entry := self._joined(parameter, made)) is not None:
+                    state[number] = entry
+        ranges = self._ranges()
+        return {**saved, **({} if ranges is None else {SHARE: ranges}), "state": state, "param_groups": groups}
+
+    def full_state_dict(self, to_rank: int | None = 0) -> dict[str, Any] | None:
+        """The full state on rank `to_rank` of the processes with pieces (None: on all), in host memory; else None.
+
+        These processes call it together.
+        """
+        saved, group = self.local_state_dict(), self._group
+        if group is None:
+            return saved
+        named = whole_states(self, self._held(), group, to_rank)
+        if to_rank not in (None, group.rank()):
+            return None
+        state = {number: named[str(number)] for number in sorted(map(int, named))}
+        return {**{key: value for key, value in saved.items() if key != SHARE}, "state": state}
+
+    def _held(self) -> list[HeldTensor]:
+        """The whole parameters under their numbers, to gather states and to divide them."""
+        shown = itertools.chain.from_iterable(self._shown)
+        return [HeldTensor((str(n),), p, *placement(p, None, 0), self._place(p)) for n, p in enumerate(shown)]
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a full state, also of a plain optimizer, or one of this process's pieces.
+
+        Raises:
+            CheckpointError: it has other parameter groups, or pieces that this process does not have.
+        """
+        sizes = [[len(group["params"]) for group in state_dict["param_groups"]], [len(shown) for shown in self._shown]]
+        if sizes[0] != sizes[1]:
+            raise CheckpointError(
+                f"the optimizer state is of groups of {sizes[0]} parameters, and the optimizer has groups of "
+                f"{sizes[1]}; make the groups as they were when it was saved"
+            )
+        if SHARE in state_dict and [*map(tuple, state_dict[SHARE])] != self._ranges():
+            raise CheckpointError(
+                "the optimizer state is a process's share, and not of what this one has: it is of another process, of "
+                "another number of processes, or of other chunks. Load the whole state (full_state_dict)"
+            )
+        if SHARE in state_dict or self._ranges() is None:
+            self._load(state_dict)
+            return
+        named = {str(n): entry for n, (_, entry) in enumerate(self._entries(state_dict)) if entry is not None}
+        numbers = itertools.count()
+        groups = [{**g, "params": [str(next(numbers)) for _ in g["params"]]} for g in state_dict["param_groups"]]
+        write_states(self, self._held(), {**state_dict, "state": named, "param_groups": groups})
+
+    def _load(self, saved: dict[str, Any]) -> None:
+        """Load a state that is of what this process steps."""
+        places, groups = itertools.count(), []
+        known = {number for group in saved["param_groups"] for number in group["params"]}
+        state = {key: entry for key, entry in saved["state"].items() if key not in known}
+        for group, shown in zip(saved["param_groups"], self._shown, strict=True):
+            groups.append({**group, "params": []})
+            for number, parameter in zip(group["params"], shown, strict=True):
+                own_places = list(itertools.islice(places, len(self._stepped_for(parameter))))
+                groups[-1]["params"] += own_places
+                if number in saved["state"]:
+                    state.update(zip(own_places, self._divided(parameter, saved["state"][number]), strict=True))
+        rest = {key: value for key, value in saved.items() if key != SHARE}
+        with self._stand_ins_shown():
+            self.inner.load_state_dict({**rest, "state": state, "param_groups": groups})
+        self._share()
+
+    def _entries(self, saved: Mapping[str, Any]) -> Iterator[tuple[torch.Tensor, Any]]:
+        """The parameters with their entries in a saved state, or None."""
+        numbers = (number for group in saved["param_groups"] for number in group["params"])
+        for number, parameter in zip(numbers, itertools.chain.from_iterable(self._shown), strict=True):
+            yield parameter, saved["state"].get(number)
+
+    def _stepped_for(self, parameter: torch.Tensor) -> Sequence[torch.Tensor]:
+        """The tensors that the inner optimizer steps for a parameter; of pieces those of this process."""
+        return (self.stand_ins.get(parameter, parameter),)
+
+    def _joined(self, parameter: torch.Tensor, made: Sequence[Any]) -> Any:
+        """The state to save for a parameter, from those of what is stepped for it; None for none."""
+        return made[0] if made else None
+
+    def _divided(self, parameter: torch.Tensor, entry: Any) -> Sequence[Any]:
+        """The states of what is stepped for a parameter, from its saved one."""
+        return (entry,)
+
+    def _place(self, parameter: torch.Tensor) -> tuple[ChunkMemory, ChunkSlot] | None:
+        """The place of a parameter in chunks."""
+        return None
+
+    def _ranges(self) -> list[tuple[int, int]] | None:
+        """The elements of each flattened parameter that this process has the states of; None for all."""
+        return None
 
     def _call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         raise ArgumentError(
@@ -78,7 +189,7 @@ class ShadowOptimizer(WrappedOptimizer):
 
     @contextmanager
     def _stand_ins_shown(self) -> Iterator[None]:
-        show(self.inner, self._hidden)
+        show(self.inner, [[piece for p in shown for piece in self._stepped_for(p)] for shown in self._shown])
         try:
             yield
         finally:
@@ -121,7 +232,7 @@ class _StatesOfShown(MutableMapping[torch.Tensor, Any]):
         self._states, self._optimizer = states, optimizer
 
     def __contains__(self, key: Any) -> bool:
-        return self._stand_in(key) in self._states
+        return self._stand_in(key) in self._states or key in self._optimizer._noted
 
     def get(self, key: torch.Tensor, default: Any = None) -> Any:
         # Mapping.get would let a defaultdict make states.
@@ -129,21 +240,28 @@ class _StatesOfShown(MutableMapping[torch.Tensor, Any]):
 
     def __getitem__(self, key: torch.Tensor) -> Any:
         stand_in, name = self._stand_in(key), self._optimizer.name_of_stand_in
+        if key in self._optimizer._noted and stand_in not in self._states:
+            return {}
         states = self._states[stand_in]
         return states if name is None or stand_in is key else ChainMap(states, {name: stand_in})
 
     def __setitem__(self, key: torch.Tensor, value: Any) -> None:
+        if not self._optimizer.steps_pieces and not self._optimizer._stepped_for(key):
+            return  # another process has its states
         self._states[self._stand_in(key)] = value.maps[0] if isinstance(value, ChainMap) else value
 
     def __delitem__(self, key: torch.Tensor) -> None:
-        del self._states[self._stand_in(key)]
+        if key not in self:
+            raise KeyError(key)
+        self._states.pop(self._stand_in(key), None)
+        self._optimizer._noted -= {key}
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         shown = {} if self._optimizer.steps_pieces else self._optimizer._originals()
-        return iter([shown.get(key, key) for key in self._states])
+        return iter(dict.fromkeys([*(shown.get(key, key) for key in self._states), *self._optimizer._noted]))
 
     def __len__(self) -> int:
-        return len(self._states)
+        return len(list(self.__iter__()))
 
     def _stand_in(self, key: torch.Tensor) -> torch.Tensor:
         stand_in = self._optimizer.stand_ins.get(key, key)

@@ -24,6 +24,10 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from atorch.errors import ArgumentError, CheckpointError
 from atorch.logs import logger
 
+MASTER = "master"  # in the saved state of a parameter: its fp32 master
+HAS_MASTERS = "has_masters"  # in a saved group: its trained parameters have masters
+SHARE = "share"  # in a saved state: the range of elements of each flattened parameter that it is of
+
 
 class WrappedOptimizer(Optimizer):
     """Shares the inner optimizer's parameter groups, state and defaults. Subclasses implement `step`."""

@@ -12,8 +12,9 @@ communication.
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -26,10 +27,15 @@ from atorch.errors import CheckpointError
 from atorch.model.pytree import map_tensors
 from atorch.model.user_functions import MakeOptimizer
 from atorch.runtime.optimizer.shadow_parameters import ShadowOptimizer, unrounded
-from atorch.runtime.optimizer.wrapped_optimizer import caller_in_torch, dense_gradient, layers_of, local
-
-MASTER = "master"  # the masters' key in the saved state of a parameter
-HAS_MASTERS = "has_masters"  # the key of a saved group whose trained parameters have them
+from atorch.runtime.optimizer.wrapped_optimizer import (
+    HAS_MASTERS,
+    MASTER,
+    caller_in_torch,
+    dense_gradient,
+    innermost,
+    layers_of,
+    local,
+)
 
 
 def to_half(models: Iterable[nn.Module], dtype: torch.dtype) -> WeakTensorKeyDictionary:
@@ -118,8 +124,7 @@ class MasterWeights(ShadowOptimizer):
         self._refuse(closure)
         self._follow_changes()
         self._give_late_masters()
-        groups = zip(self._shown, self._hidden, strict=True)
-        pairs: list[tuple[Any, Any]] = [pair for group in groups for pair in zip(*group, strict=True)]
+        pairs: list[tuple[Any, Any]] = [(p, self.stand_ins.get(p, p)) for shown in self._shown for p in shown]
         trained = [(parameter, master) for parameter, master in pairs if parameter.grad is not None]
         halves = [(parameter, master) for parameter, master in trained if master is not parameter]
         for parameter, master in halves:
@@ -135,31 +140,24 @@ class MasterWeights(ShadowOptimizer):
         return result
 
     def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's state, with each parameter's master under `master`."""
         saved = super().state_dict()
-        for number, master in self._numbered(saved):
-            saved["state"][number] = {**saved["state"].get(number, {}), MASTER: master.detach()}
         return {**saved, "param_groups": [{**group, HAS_MASTERS: True} for group in saved["param_groups"]]}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    @torch.no_grad()
+    def _load(self, saved: dict[str, Any]) -> None:
         """Load a state, and the parameters' values from its masters; without any, masters and parameters stay."""
-        with self._stand_ins_shown():
-            self.inner.load_state_dict(without_masters(state_dict))
-        with torch.no_grad():
-            for number, master in self._numbered(state_dict):
-                value = state_dict["state"].get(number, {}).get(MASTER)
-                if value is not None:
-                    master.copy_(value)
-        if any(map(_has_master, state_dict["state"].values())):
+        super()._load(without_masters(saved))
+        found = [(parameter, entry[MASTER]) for parameter, entry in self._entries(saved) if _has_master(entry)]
+        for parameter, value in found:
+            if parameter in self.stand_ins:
+                self.stand_ins[parameter].copy_(value)
+        if found:
             self._round(list(self.stand_ins.items()))
-        self._share()
 
-    def _numbered(self, saved: dict[str, Any]) -> list[tuple[int, torch.Tensor]]:
-        """The masters with the numbers of their parameters in a saved state."""
-        numbers = [number for group in saved["param_groups"] for number in group["params"]]
-        hidden = [tensor for params in self._hidden for tensor in params]
-        masters = set(self.stand_ins.values())
-        return [(number, tensor) for number, tensor in zip(numbers, hidden, strict=True) if tensor in masters]
+    def _joined(self, parameter: torch.Tensor, made: Sequence[Any]) -> Any:
+        """The inner optimizer's state, with the master under `master`."""
+        master = self.stand_ins.get(parameter)
+        return made[0] if master is None else {**(made[0] or {}), MASTER: master.detach()}
 
     def _make_stand_in(self, parameter: torch.Tensor) -> torch.Tensor | None:
         if not (parameter.requires_grad and _is_half(parameter)):
@@ -173,10 +171,9 @@ class MasterWeights(ShadowOptimizer):
 
     def _give_late_masters(self) -> None:
         """Make masters for parameters that were frozen when the optimizer was made and now have a gradient."""
-        for shown, hidden in zip(self._shown, self._hidden, strict=True):
-            for index, parameter in enumerate(shown):
-                if hidden[index] is parameter and _is_half(parameter) and parameter.grad is not None:
-                    hidden[index] = self._stand_in_of(parameter)
+        for parameter in itertools.chain.from_iterable(self._shown):
+            if _is_half(parameter) and parameter.grad is not None:
+                self._stand_in_of(parameter)
 
     @torch.no_grad()
     def _follow_changes(self) -> None:
@@ -195,20 +192,18 @@ class MasterWeights(ShadowOptimizer):
         self._note_values()
 
 
-def take_masters(optimizer: Optimizer | None) -> None:
+def let_take_masters(optimizer: Optimizer | None) -> None:
     """Let an optimizer without masters take those of a loaded state as its parameters' values."""
-    layers = layers_of(optimizer)
-    has_hooks = hasattr(layers[-1], "register_load_state_dict_pre_hook")
-    if has_hooks and not any(isinstance(layer, MasterWeights) for layer in layers):
-        layers[-1].register_load_state_dict_pre_hook(_take_masters)
+    if hasattr(innermost(optimizer), "register_load_state_dict_pre_hook") and not _steps_masters(optimizer):
+        innermost(optimizer).register_load_state_dict_pre_hook(take_masters)
 
 
 @torch.no_grad()
-def _take_masters(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
-    """Move the masters of a state that is to be loaded into the parameters.
+def take_masters(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
+    """Copy the masters of a state that is to be loaded into the parameters; returns what is left to load.
 
     Raises:
-        CheckpointError: the state is one of `MasterWeights`, and its masters are missing.
+        CheckpointError: the state is one of `MasterWeights`, and its masters are missing, which the optimizer needs.
     """
     params = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
@@ -220,14 +215,19 @@ def _take_masters(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]
     flat = caller_in_torch().get("state_dict", {})  # of flatten_optimizer_state_dict
     has_masters = any(group.get(HAS_MASTERS) for group in saved["param_groups"])
     has_masters = has_masters or any(key.endswith(f".{MASTER}") for key in flat)
-    if has_masters and not masters and any(parameter.requires_grad for parameter in params):
+    is_half = _steps_masters(optimizer)
+    if has_masters and not masters and not is_half and any(parameter.requires_grad for parameter in params):
         raise CheckpointError(
             "the optimizer's state is of a job under half, and its fp32 masters are left out: by dcp.load, or because "
             "it is flattened. Use atorch.load_checkpoint, or load what optim.state_dict() returned"
         )
     for parameter, master in masters:
         parameter.copy_(master)
-    return without_masters(saved)
+    return saved if is_half else without_masters(saved)
+
+
+def _steps_masters(optimizer: Optimizer | None) -> bool:
+    return any(isinstance(layer, MasterWeights) for layer in layers_of(optimizer))
 
 
 def without_masters(saved: dict[str, Any]) -> dict[str, Any]:

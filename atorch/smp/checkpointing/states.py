@@ -8,22 +8,19 @@ in the whole parameter.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
-from atorch.checkpoint.boxes import Box, LogicalTensor, check_cover, whole_box
+from atorch.checkpoint.boxes import Box, check_cover, whole_box
 from atorch.distributed.collectives import checked_barrier, gather_objects
 from atorch.errors import CheckpointError
 from atorch.files.weights import is_same
-from atorch.runtime.data_parallel.buckets import gathered
 from atorch.runtime.optimizer.held_tensors import HeldTensor
 from atorch.smp.session import session
-
-K = TypeVar("K")
 
 PARTIAL = "_smp_is_partial"
 CUTS = "_smp_cuts"
@@ -41,9 +38,10 @@ def merged(parts: Sequence[Any], place: str = "the checkpoint") -> Any:
         CheckpointError: other values differ between processes, or a parameter's parts do not cover it; the error
             names the place.
     """
-    first = parts[0]
     if all(is_partial(part) for part in parts):
-        return _whole_optimizer(parts, place) if "param_groups" in first else _whole_model(parts, place)
+        if "param_groups" in parts[0]:
+            return _whole_optimizer(parts, place)
+        return _whole_entries([(part, part.get(CUTS, {}).get) for part in parts], place)
     if all(isinstance(part, dict) for part in parts):
         keys = dict.fromkeys(key for part in parts for key in part)
         for key in keys:
@@ -71,25 +69,12 @@ def _equal_value(values: Sequence[Any], place: str) -> Any:
     return values[0]
 
 
-def _whole_model(parts: Sequence[PartialState], place: str) -> dict[str, Any]:
-    states = [({name: part[name] for name in part if name not in MARKS}, part.get(CUTS, {})) for part in parts]
-    names = dict.fromkeys(name for state, _ in states for name in state)
-    return {
-        name: _whole([(state[name], cuts.get(name)) for state, cuts in states if name in state], f"{place}[{name!r}]")
-        for name in names
-    }
-
-
 def _whole_optimizer(parts: Sequence[PartialState], place: str) -> dict[str, Any]:
-    names = dict.fromkeys(name for part in parts for name in part["state"])
     state = {}
-    for name in names:
-        cuts = [(part["state"][name], part.get(CUTS, {}).get(name)) for part in parts if name in part["state"]]
-        keys = dict.fromkeys(key for slot, _ in cuts for key in slot)
-        state[name] = {
-            key: _whole([(slot[key], cut) for slot, cut in cuts if key in slot], f"{place}['state'][{name!r}][{key!r}]")
-            for key in keys
-        }
+    for name in dict.fromkeys(name for part in parts for name in part["state"]):
+        having = [(part["state"][name], part.get(CUTS, {}).get(name)) for part in parts if name in part["state"]]
+        entries = [(entry, lambda _, cut=cut: cut) for entry, cut in having]
+        state[name] = _whole_entries(entries, f"{place}['state'][{name!r}]")
     counts = {len(part["param_groups"]) for part in parts}
     if len(counts) > 1:
         raise CheckpointError(f"{place} has {sorted(counts)} groups of parameters by process; {_ADVICE}")
@@ -101,6 +86,15 @@ def _whole_optimizer(parts: Sequence[PartialState], place: str) -> dict[str, Any
         groups.append({**merged(options, f"{place}['param_groups'][{index}]"), "params": list(listed)})
     others = [{key: part[key] for key in part if key not in MARKS | {"state", "param_groups"}} for part in parts]
     return {**merged(others, place), "state": state, "param_groups": groups}
+
+
+def _whole_entries(parts: Sequence[tuple[Mapping[str, Any], Callable[[str], Any]]], place: str) -> dict[str, Any]:
+    """Assemble the entries that some processes have, of each of which a function returns the cut."""
+    having: dict[str, list[tuple[Any, Any]]] = {}
+    for part, cut_of in parts:
+        for name in (name for name in part if name not in MARKS):
+            having.setdefault(name, []).append((part[name], cut_of(name)))
+    return {name: _whole(values, f"{place}[{name!r}]") for name, values in having.items()}
 
 
 def _whole(parts: Sequence[tuple[Any, Mapping[str, Any] | None]], place: str) -> Any:
@@ -134,22 +128,10 @@ def meet(call: str, *, is_whole: bool, states: bool) -> dist.ProcessGroup:
     """
     owner = session()
     is_sharded = owner.config.sharded_data_parallel_degree > 1 or (states and owner.config.shard_optimizer_state)
-    group = owner.mesh.group(*(("data", "zero") if is_sharded else ()), "pipeline", "tensor")
-    if is_sharded or is_whole:
-        checked_barrier(call, group, longest=PATIENCE)
-    return group
-
-
-def wholes(parts: Mapping[K, LogicalTensor], group: dist.ProcessGroup) -> dict[K, Tensor]:
-    """The whole tensors of which the processes of a group have parts; all of them call this together."""
-    if group.size() == 1:
-        return {key: part.pieces[0][1] for key, part in parts.items() if part.pieces}
-    return dict(gathered(parts, group))
-
-
-def whole_over_shards(held: Mapping[str, Any]) -> dict[str, Any]:
-    """Gather sharded tensors; all processes with shards call it together."""
-    return {key: value.full_tensor() if hasattr(value, "full_tensor") else value for key, value in held.items()}
+    axes = ("data", "zero") if is_sharded and owner.model is not None and owner.model.partitioned else ()
+    if axes or is_whole:
+        checked_barrier(call, owner.mesh.group(*axes, "pipeline", "tensor"), longest=PATIENCE)
+    return owner.mesh.group(*axes, *(("pipeline", "tensor") if is_whole else ()))
 
 
 def merged_state(state: Mapping[str, Any], place: str) -> dict[str, Any]:

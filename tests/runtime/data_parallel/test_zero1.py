@@ -152,6 +152,15 @@ def test_fp32_masters_exist_for_the_own_share_alone(rank: int, size: int) -> Non
     held = torch.tensor(sum(entry["master"].numel() for entry in optim.local_state_dict()["state"].values()))
     dist.all_reduce(held)
     assert held == sum(p.numel() for p in plain.parameters())
+    half, wide = make("llama"), make("llama")
+    to_half([half], torch.bfloat16)
+    ShardedOptimizer(half.parameters(), with_master_weights(adam), world()).load_state_dict(reference.state_dict())
+    assert all(map(torch.equal, half.parameters(), plain.parameters()))
+    fresh = ShardedOptimizer(wide.parameters(), adam, world())
+    fresh.load_state_dict(reference.state_dict())
+    assert all(map(torch.equal, wide.parameters(), reference.stand_ins.values()))
+    with pytest.raises(CheckpointError, match="this rank's share of a job's fp32 masters"):
+        fresh.load_state_dict(optim.local_state_dict())
 
 
 @on_ranks()
