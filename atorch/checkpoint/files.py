@@ -179,7 +179,8 @@ class _Part:
                 try:
                     write_file(self._note(self.rank), json.dumps([failure and str(failure), shard]), _NOTE)
                 except CheckpointError:  # a full disk: without the folder, rank 0 waits no longer
-                    commit.discard(self.folder)
+                    with suppress(OSError):  # it may be published: the note may be there in spite of the error
+                        commit.remove(self.folder, self.step)
                     raise
             if failure is not None:
                 raise failure
