@@ -90,7 +90,7 @@ def publish(part: Path, manifest: Manifest, keep_last: int | None, keep_every: i
         kept = {step, *sorted(complete_steps(folder))[-keep_last:]} if keep_last is not None else set()
         for other, path in complete_steps(folder).items() if kept else ():
             if other not in kept and not (keep_every and other % keep_every == 0):
-                _remove(path, other)
+                remove(path, other)
     return final
 
 
@@ -101,14 +101,14 @@ def _settle(folder: Path) -> None:
         if match is not None and match[2] is not None:
             step = int(match[2])
             if os.path.lexists(folder / name_of(step)):
-                _remove(folder / name, step)
+                remove(folder / name, step)
             else:
                 os.rename(folder / name, folder / name_of(step))
         elif _PART.fullmatch(name):
             shutil.rmtree(folder / name)
 
 
-def _remove(path: Path, step: int) -> None:
+def remove(path: Path, step: int) -> None:
     """Remove a checkpoint, which is incomplete from its first moment on."""
     part = _part(path.parent, step)
     os.rename(path, part)

@@ -157,8 +157,8 @@ class _Part:
     def need_folder(self) -> None:
         if not self.folder.is_dir():
             raise CheckpointError(
-                f"{self.folder} was removed while it was written, as another save into {self.folder.parent} does; give "
-                "each result a folder of its own, and one job at a time"
+                f"{self.folder} was removed while it was written, as another save into {self.folder.parent} does, or a "
+                "rank that cannot write; give each result a folder of its own, and one job at a time"
             )
 
     def publish(self, shards: list[Shard | None]) -> Path:
@@ -176,7 +176,12 @@ class _Part:
         try:
             self.need_folder()
             if self.rank != 0:
-                write_file(self._note(self.rank), json.dumps([failure and str(failure), shard]), _NOTE)
+                try:
+                    write_file(self._note(self.rank), json.dumps([failure and str(failure), shard]), _NOTE)
+                except CheckpointError:  # a full disk: without the folder, rank 0 waits no longer
+                    with suppress(OSError):  # it may be published: the note may be there in spite of the error
+                        commit.remove(self.folder, self.step)
+                    raise
             if failure is not None:
                 raise failure
             if self.rank == 0:

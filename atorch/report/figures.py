@@ -45,6 +45,9 @@ _WHY: Mapping[str, str] = {
 }
 
 
+_BACKGROUND_S = (20 / 2**30, 110 / 2**30)  # a byte saved in the background, on idle and busy cores
+
+
 def shown_name(category: str) -> str:
     return category.replace("_", " ")
 
@@ -135,6 +138,9 @@ def summary(plan: PlanData) -> Iterator[tuple[str, str]]:
     usable = _with_one_unit(usable_bytes(plan), "of", plan["memory_bytes"])
     yield "memory", f"{format_bytes(estimate['peak_bytes'])} a device{stage}{between}, {usable} usable"
     yield "host", _on_host(plan)
+    if written := estimate.get("checkpoint_bytes"):
+        least, most = (format_seconds(written * seconds) for seconds in _BACKGROUND_S)
+        yield "save", f"{format_bytes(written)} a process; in the background, this host memory for {least} to {most}"
     yield "chosen", composition(plan["strategy"])
     yield from remarks(plan)
 

@@ -313,3 +313,18 @@ def test_a_cluster_is_a_description_a_file_or_a_value(tmp_path):
     CLUSTER.save(tmp_path / "mine.json")
     assert cluster_of(CLUSTER) is CLUSTER
     assert cluster_of("8xH100-80GB") == cluster_of(tmp_path / "mine.json") == CLUSTER
+
+
+@pytest.mark.parametrize("strategy", [["ddp"], ["fsdp", ("half", "bf16")]])
+def test_a_plan_tells_the_bytes_of_a_checkpoint(tmp_path, strategy):
+    """Of each of two processes; its format adds little."""
+    model, job = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8))), {"optim_func": torch.optim.AdamW}
+    job |= {"loss_func": lambda batch, output: output.float().mean()}
+    two, batch = ClusterSpec.load("2xH100-80GB"), torch.zeros(4, 256)
+    plan = plan_for(subject_of(model, batch, two, **job), two, fixed=strategy, verify=0)
+    result = atorch.auto_accelerate(model, dataset=[batch], load_strategy=strategy[1:], **job)[1]
+    result.step(batch)
+    folder = atorch.save_checkpoint(tmp_path, result, 1)
+    assert sum(file.stat().st_size for file in folder.iterdir()) == pytest.approx(
+        2 * plan.estimate.checkpoint_bytes, rel=0.01
+    )

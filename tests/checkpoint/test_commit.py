@@ -11,6 +11,7 @@ import signal
 import struct
 import threading
 import time
+from datetime import timedelta
 from multiprocessing.connection import wait
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from atorch.checkpoint.commit import steps
 from atorch.checkpoint.files import BackgroundWriter, save
 from atorch.checkpoint.reading import Checkpoint
 from atorch.errors import CheckpointError
-from tests.checkpoint.jobs import Ranks, save_state, saved_number
+from tests.checkpoint.jobs import Ranks, save_state, saved_number, whole
 from tests.checkpoint.test_files import share
 from tests.pool import IMPORTED
 
@@ -104,8 +105,8 @@ def test_a_process_that_stops_before_any_call(tmp_path: Path, step: int, ranks: 
     assert at > 9
 
 
-@pytest.mark.parametrize("step", [4, 3], ids=["a new step", "the same step again"])
-def test_a_call_that_fails(tmp_path: Path, step: int) -> None:
+@JOBS
+def test_a_call_that_fails(tmp_path: Path, step: int, ranks: int, background: bool) -> None:
     """A full disk: the error is told, and the old checkpoint stands, unless the new one is complete."""
     at = 0
     while True:
@@ -113,13 +114,52 @@ def test_a_call_that_fails(tmp_path: Path, step: int) -> None:
         folder = tmp_path / str(at)
         save_state(folder, 3)
         error = OSError(errno.ENOSPC, "No space left on device")
-        if not interrupted(folder, step, 100, at, error, ranks=1, background=False):
+        if not interrupted(folder, step, 100, at, error, ranks=ranks, background=background):
             break
         assert saved_number(folder) in (3, 100)
         assert not list(folder.glob(".*.part/manifest.json")) or step in steps(folder)
         save_state(folder, 9)
         assert saved_number(folder) == 9
     assert saved_number(folder) == 100
+
+
+def test_a_rank_that_stalls_in_the_background_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_state(tmp_path, 1)
+    given_up, write = threading.Event(), files.write_shard
+    monkeypatch.setattr(files, "TIMEOUT", timedelta(seconds=0.2))
+    monkeypatch.setattr(
+        files,
+        "write_shard",
+        lambda path, *args: (path.stem == "rank-00000" or given_up.wait(60), write(path, *args))[1],
+    )
+
+    def work(rank: int) -> None:
+        writer = BackgroundWriter()
+        save(tmp_path, 2, {"w": share(rank, 2, torch.ones(4, 3))}, {}, background=writer)
+        try:
+            writer.wait()
+        finally:
+            given_up.set()
+
+    errors = Ranks(2).run(work)
+    assert "rank 1 has written nothing for 0:00:00.2" in str(errors[0])
+    assert isinstance(errors[1], CheckpointError)
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["newest", "step-000000001"]
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="needs Linux")
+def test_the_background_leaves_the_processor_until_somebody_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, policies, writer = os.write, set(), BackgroundWriter()
+    monkeypatch.setattr(files, "_SHARE", 1e-9)
+    monkeypatch.setattr(os, "write", lambda *args: (policies.add(os.sched_getscheduler(0)), write(*args))[1])
+    save_state(tmp_path, 1, background=writer)
+    time.sleep(0.2)
+    assert steps(tmp_path) == []
+    writer.wait()
+    assert steps(tmp_path) == [1]
+    assert policies == {os.SCHED_IDLE}
 
 
 def test_a_full_disk_is_told_on_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,6 +182,8 @@ def test_folders_that_cannot_hold_a_checkpoint(tmp_path: Path) -> None:
         save_state(tmp_path / "file", 1)
     with pytest.raises(CheckpointError, match="cannot hold a checkpoint: "):
         save_state(Path("/proc/none"), 1)
+    read_only = Ranks(2).run(lambda rank: save("/proc/none", 1, {"w": whole(torch.ones(2))}, {}))
+    assert all("/proc/none cannot hold a checkpoint: " in str(error) for error in read_only)
     with pytest.raises(CheckpointError, match="file cannot be read: Not a directory$"):
         steps(tmp_path / "file")
 
@@ -222,8 +264,8 @@ def kill_once(folder: Path, ranks: int, same_step: bool, draw: random.Random, ba
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("trials", [8, pytest.param(200, marks=pytest.mark.slow)])
-def test_killed_at_random_moments(tmp_path: Path, trials: int) -> None:
+@pytest.mark.parametrize(("trials", "least"), [(8, 5), pytest.param(200, 150, marks=pytest.mark.slow)])
+def test_killed_at_random_moments(tmp_path: Path, trials: int, least: int) -> None:
     draw = random.Random(trials)
     inside = [kill_once(tmp_path / str(i), 1 + i % 2, i % 4 > 1, draw, background=i % 8 > 3) for i in range(trials)]
-    assert sum(inside) > trials // 2, "most moments are within a save"
+    assert sum(inside) >= least, "most moments are within a save"

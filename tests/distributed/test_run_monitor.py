@@ -10,7 +10,6 @@ import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -124,7 +123,7 @@ def uninterrupted(rank: int, size: int, strategy: list[object]) -> list[str]:
 
 
 def failing(rank: int, size: int, folder: str, place: str, number: int, strategy: str) -> None:
-    """Train until rank 1 sends itself a signal in step 3, or in the save before it; write what rank 0 says."""
+    """Train until rank 1 sends itself a signal in step 3 or in a save before or beside it; write what rank 0 says."""
     result, told = job([STRATEGIES[strategy]]), Path(folder, f"told-{rank}")
     register_at = {
         "forward": result.model.register_forward_pre_hook,
@@ -139,16 +138,18 @@ def failing(rank: int, size: int, folder: str, place: str, number: int, strategy
     handler = logging.FileHandler(told)
     logger.addHandler(handler)
     try:
-        with RunMonitor(step_timeout=4.0) as monitor:
+        with pytest.MonkeyPatch.context() as patch, RunMonitor(step_timeout=4.0) as monitor:
             for step, _ in enumerate(losses_of(result, 0, 9), 1):
                 monitor.should_stop()
-                if step == 2 and rank == 1 and place != "save":
+                if step == 2 and rank == 1 and place in register_at:
                     register_at[place](fail)
                 if step == 1:
                     atorch.save_checkpoint(folder, result, step)
-                if step == 2 and place == "save":
-                    with mock.patch.object(os, "fsync", fail if rank == 1 else os.fsync):
-                        atorch.save_checkpoint(folder, result, step)
+                if step == 2 and place in ("save", "background"):
+                    if rank == 1:
+                        patch.setattr(os, "fsync", fail)
+                    atorch.save_checkpoint(folder, result, step, background=place == "background")
+            atorch.wait_for_checkpoint(result)
     except ArgumentError as error:
         told.write_text(str(error))
         raise
@@ -159,7 +160,7 @@ def failing(rank: int, size: int, folder: str, place: str, number: int, strategy
 STRATEGIES: dict[str, Any] = {name: name for name in ("ddp", "zero1", "fsdp")} | {
     "chunk": ("chunk", {"budget_bytes": 2**20})
 }
-PLACES = [("ddp", "forward"), ("ddp", "save")]
+PLACES = [("ddp", "forward"), ("ddp", "save"), ("ddp", "background")]
 MORE = [(strategy, place) for strategy in STRATEGIES for place in ("forward", "backward", "step", "save")]
 
 
@@ -175,6 +176,8 @@ def test_a_rank_that_dies_or_stops_is_named(pool: Pool, tmp_path: Path, strategy
     logging.getLogger("measured").warning(f"{place}, {number!r}: {after_s:.1f} s: {told}")
     assert re.search(r"rank 1 on .*, process \d+, does not respond: it has ended or is stopped", told)
     where = "lost a connection in step 3" if number == signal.SIGKILL else r"is in step 3, at \w+.py:\d+ in \w+"
+    if place == "background":  # in any step, or in `wait_for_checkpoint`
+        where = r"(lost a connection|is) in step \d+"
     assert re.search(f"rank 0 {where}", told)
     assert atorch.resume_or_start(tmp_path, job([])) == 1
 

@@ -30,7 +30,7 @@ def beside(answers, width: int = 100) -> str:
 def test_the_figures_that_matter_are_in_the_first_five_lines(width):
     plan = answer(400)
     plan["estimate"] |= {"low_s": 6.1, "high_s": 7.9, "on_host_bytes": 3 * GiB}
-    plan["estimate"] |= {"low_bytes": 66.1 * GiB, "high_bytes": 74.5 * GiB}
+    plan["estimate"] |= {"low_bytes": 66.1 * GiB, "high_bytes": 74.5 * GiB, "checkpoint_bytes": 12 * GiB}
     lines = text_of(plan, width).splitlines()
     first = "\n".join(lines[:5])
     assert lines[0] == "128 × 8 × NVIDIA H100 80GB HBM3, 1,024 samples a step: job"
@@ -41,6 +41,8 @@ def test_the_figures_that_matter_are_in_the_first_five_lines(width):
         "3 GiB of its memory for each device, 24 GiB on a node",
     ):
         assert told in first
+    told = " ".join(" ".join(lines).split())
+    assert "save 12 GiB a process; in the background, this host memory for 4 min 0 s to 22 min 0 s" in told
 
 
 def test_narrow_fits_sizes_of_two_units_categories_and_markup():

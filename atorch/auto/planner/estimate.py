@@ -72,11 +72,24 @@ def estimate_of(cost: Cost, cluster: ClusterSpec, times: StepTimes | None = None
         memory={name: held for name, held in memory.by_category().items() if name != "slack"},
         stage=memory.stage,
         on_host_bytes=memory.on_host,
+        checkpoint_bytes=_checkpoint_bytes(cost) / cluster.world_size,
         time=_by_category(spent),
         samples_per_s=rate,
         tokens_per_s=rate * length if length else None,
         flops_per_s=flops,
         mfu=flops / peak if flops and peak else None,
+    )
+
+
+def _checkpoint_bytes(cost: Cost) -> float:
+    """Bytes of parameters, in fp32 where they have masters, and of optimizer states, each once."""
+    return sum(
+        part.count
+        * (
+            part.num_params * max(part.mean_itemsize(cost.param_itemsize), cost.master_itemsize)
+            + part.num_trainable * cost.optim_itemsize
+        )
+        for part in cost.segments
     )
 
 

@@ -35,6 +35,7 @@ class Estimate:
     stage: int = 0  # pipeline stage with the highest peak, for which the figures are
     reserve_bytes: float = 0.0  # memory that the allocator cannot use, needed in addition to the peak
     on_host_bytes: float = 0.0  # host memory for that device
+    checkpoint_bytes: float = 0.0  # that a process writes, in the mean; held in host memory if in the background
     time: Mapping[str, float] = field(default_factory=dict)  # category → seconds, which add up to the step's
     samples_per_s: float | None = None
     tokens_per_s: float | None = None  # if samples are sequences
