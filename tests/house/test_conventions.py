@@ -39,7 +39,6 @@ BLIND_EXCEPTS: Mapping[str, str] = {
     ),
     "atorch/auto/sources/__init__.py:_of_config.subject": "a library's model may fail anyhow; the error has a remedy",
     "atorch/auto/sources/config.py:SampleForm._num_features": "a model may fail on an image; there is a remedy",
-    "atorch/checkpoint/files.py:BackgroundWriter.start.run": "told by the future, to whoever waits for the save",
     "atorch/checkpoint/files.py:save": "raised again, once the files of the failed save are removed",
     "atorch/distributed/collectives.py:call_on_all_ranks": "raised again on all ranks, which would wait forever",
     "atorch/distributed/collectives.py:all_or_none": "raised again on all ranks, which would wait forever",
