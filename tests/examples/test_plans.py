@@ -4,6 +4,7 @@ import pytest
 
 from atorch.auto.plan_for_cluster import plan_for
 from atorch.auto.planner.plan import ClusterPlan
+from atorch.auto.planner.request import PlanRequest
 from atorch.auto.sources import source_of
 from atorch.cluster.spec import ClusterSpec
 from tests.house.source import ROOT
@@ -25,7 +26,7 @@ FEW = ("sequence_parallel", "context_parallel", "chunk", "offload", "module_repl
 def planned(named: str, cluster: str, batch: int) -> tuple[float, ClusterPlan]:
     """The model's parameters, and the plan."""
     spec = ClusterSpec.load(cluster)
-    subject = source_of(str(ROOT / "examples" / named), None, {}).subject(None, spec)
+    subject = source_of(str(ROOT / "examples" / named), None, {}, PlanRequest()).subject(None, spec)
     return subject.profile.num_params, plan_for(subject, spec, global_batch=batch, excluded=FEW, verify=0)
 
 
