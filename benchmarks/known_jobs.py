@@ -24,9 +24,9 @@ from atorch.auto.planner.best_first import TIE
 from atorch.auto.planner.cluster_search import answer
 from atorch.auto.planner.estimate import estimate_of, usable_bytes
 from atorch.cost import ModelProfile, plain_cost, step_seconds
+from atorch.cost.adapted_profile import adapted_profile
 from atorch.cost.transformer import Implementation, transformer_profile
 from atorch.errors import AtorchError
-from benchmarks.published.adapted_profile import adapted_profile
 from benchmarks.published.adapters import adapters_of
 from benchmarks.published.evaluate import Case
 from benchmarks.published.layout import framework_for, layout_of
