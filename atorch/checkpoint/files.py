@@ -220,8 +220,8 @@ class _Part:
 class BackgroundWriter:
     """Writes one checkpoint at a time in a thread, from copies in host memory that it keeps for the next one.
 
-    The thread takes time that nothing else wants, and little of it, until somebody waits for it. The process waits at
-    its end until the last checkpoint is written.
+    The thread takes little time until somebody waits for it. A lower priority would be worse: such a thread keeps the
+    interpreter's lock while it waits for a core. The process waits at its end until the last checkpoint is written.
     """
 
     def __init__(self) -> None:
@@ -269,8 +269,6 @@ class BackgroundWriter:
         self._is_awaited.clear()
 
         def run() -> None:
-            with suppress(AttributeError, OSError):  # Linux has it, if its administrator allows
-                os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # of this thread, its writes included
             self._used = time.thread_time()
             try:
                 work()
