@@ -312,7 +312,7 @@ MORE_ODD: list[Any] = [
 
 
 def mutated(draw: random.Random, path: Path, data: bytes) -> bytes:
-    """What a file holds, with some of it replaced by something odd."""
+    """A file with some of its contents replaced by odd values."""
     if path.suffix == ".json":
         mutate(draw, content := json.loads(data))
         return json.dumps(content).encode()

@@ -42,7 +42,7 @@ def test_the_figures_that_matter_are_in_the_first_five_lines(width):
     ):
         assert told in first
     told = " ".join(" ".join(lines).split())
-    assert "save 12 GiB a process; in the background, this host memory for 4 min 0 s to 22 min 0 s" in told
+    assert "save 12 GiB a process; in the background, this host memory for about 10 min 0 s" in told
 
 
 def test_narrow_fits_sizes_of_two_units_categories_and_markup():

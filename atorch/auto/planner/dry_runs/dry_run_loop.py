@@ -208,13 +208,8 @@ class DryRunLoop:
         chosen_s = self.step_s(chosen)
         ratio = self.step_s(index) / chosen_s
         if measured is not None:
-            tied = (
-                ""
-                if ratio > 1 + TIE
-                else ", and no simpler"
-                if ratio > 1 - TIE
-                else ", but its lead is within the noise"
-            )
+            lead = ", and no simpler" if ratio > 1 - TIE else ", but its lead is within the noise"
+            tied = "" if ratio > 1 + TIE else lead
             return candidate.rejected("slower", relative_time(ratio) + tied, measured)
         # The estimate, corrected by measurements so that it can be compared with the chosen one's time.
         corrected = replace(candidate, estimate=replace(candidate.estimate, step_s=ratio * chosen_s))
