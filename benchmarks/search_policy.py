@@ -37,7 +37,7 @@ import atorch.auto.opt_lib  # noqa: F401  registers the methods
 from atorch.auto.plan_for_cluster import subject_of
 from atorch.auto.planner.dry_runs.dry_run_loop import DryRunLoop, SearchJob
 from atorch.auto.planner.dry_runs.step_timing import Failure
-from atorch.auto.planner.dry_runs.surrogate_model import tokens_of
+from atorch.auto.planner.dry_runs.surrogate_model import PRIORS, compiled_launches, tokens_of
 from atorch.auto.planner.dry_runs.time_budget import FIRST_STEPS, Starts, TimeBudget
 from atorch.auto.planner.plan import Scored
 from atorch.auto.planner.planner import compiled_ops
@@ -124,7 +124,9 @@ class Machine:
         method_names = sorted(set().union(*tokens))
         effects = dict(zip(method_names, METHOD * chance.normal(size=len(method_names)), strict=True))
         own_errors = np.array([sum(effects[token] for token in held) for held in tokens])
-        step_s = steps * np.exp(wide * (own_errors + REST * chance.normal(size=len(tokens))))
+        late, unsure = PRIORS.get(job.cluster.device.type, PRIORS["cuda"]).compiled  # as measured
+        compiled = compiled_launches(job.candidates) * (late + unsure * np.random.default_rng((seed, 1)).normal())
+        step_s = steps * np.exp(wide * (own_errors + REST * chance.normal(size=len(tokens))) + compiled)
         failures = _failures(job, chance)
         factors = {kind: START ** chance.uniform(-1, 1) for kind in (False, True)}
         starts = job.starts()

@@ -73,3 +73,18 @@ def test_other_jobs_are_taken_from_a_file(tmp_path: Path, monkeypatch: pytest.Mo
     assert [each["seed"] for each in found] == [3, 4]
     expected = {"job", "limit", "seed", "regret", "runs", "seconds", "chosen", "first_by_estimate_regret"}
     assert all(set(each) == expected for each in found)
+
+
+@pytest.mark.parametrize("limit", [12.0, 60.0, None])
+def test_nothing_that_is_slower_than_a_cheap_baseline_is_chosen(limit: float | None) -> None:
+    """On machines where every method makes a step slower, whatever the estimate says; compilers take 40 s."""
+    job = llama({**SMALL, "layers": 1, "hidden": 64, "ffn": 128, "vocab": 256, "seq": 32, "cluster": "1xcpu"})
+    plain = next(index for index, each in enumerate(job.candidates) if not each.strategy.methods)
+    for seed in range(4):
+        machine = Machine.drawn(job, seed)
+        machine.failures = {}
+        machine.step_s = [
+            machine.step_s[plain] * (1.0 if index == plain else 1.4) for index in range(len(job.candidates))
+        ]
+        machine.start_s = [40.0 if "compile" in each.strategy.names() else 0.2 for each in job.candidates]
+        assert machine.searched(limit, seed)["chosen"] == "plain"

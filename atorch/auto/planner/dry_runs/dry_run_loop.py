@@ -44,7 +44,8 @@ UNLIKELY = 0.02  # causes of failures, and candidates that run, with less probab
 MAX_CONTENDERS = 4
 NEAR: Mapping[str, float] = {"cpu": 0.35}  # share of a step: candidates this close to the best are compared with it
 QUIET = 0.03  # the same for less noisy devices
-AHEAD = 0.25  # standard deviations by which an unmeasured choice is ahead of the baseline
+AHEAD, SURELY = 0.25, 1.28  # standard deviations by which an unmeasured choice is ahead of the baseline, if that ran
+CHEAP = 0.05  # share of the time limit: a run of the baseline that takes less comes first
 ROOM = 0.8  # share of a device's usable memory: candidates that need no more fit comfortably
 
 
@@ -102,13 +103,20 @@ class DryRunLoop:
         self._compare(runs)
 
     def next_run(self) -> int | None:
-        """The run with the largest net saving in training per second of the run; the choice if none pays; else None."""
+        """The run with the largest net saving in training per second of the run; the choice if none pays; else None.
+
+        The baseline comes first where it is cheap: what a user has now is the measure of all others.
+        """
         if len(self.failures) == len(self._candidates):
             return None
         choice, training_s = self.choice(), self._training_s()
         starts_s, steps_s = self._starts_s(self._kinds), np.exp(self._guide.predictions[0])
         in_time = starts_s + LEAST * steps_s <= self._clock.left
-        takes_s, gains = starts_s + STEPS * steps_s, self._gains()
+        takes_s = starts_s + STEPS * steps_s
+        is_cheap = in_time & self._alive() & (takes_s <= CHEAP * self._clock.whole)
+        if self.baseline not in self.measured and is_cheap[self.baseline]:
+            return self.baseline
+        gains = self._gains()
         saved_s = np.where(in_time & (gains >= MIN_GAIN), gains * training_s - takes_s, 0.0)
         for taken in (self._taken(), self._alive()):
             if (worth := np.where(taken, saved_s / takes_s, 0.0)).max() > 0:
@@ -167,13 +175,16 @@ class DryRunLoop:
         expected = np.where(taken, self._guide.expected(charge), np.inf)
         best = int(expected.argmin())
         if best not in self.measured:
-            margin = np.full(len(taken), TIE)
-            # The baseline is the fallback, unless a candidate that ran is faster than the baseline's expected time.
-            if all(expected[self.baseline] < expected[index] for index in self.measured):
-                margin[self.baseline] = max(TIE, AHEAD * math.sqrt(self._guide.variance_to(best)[self.baseline]))
-            ties = np.flatnonzero(expected <= expected[best] + margin).tolist()
+            ahead = SURELY if self.baseline in self.measured else AHEAD
+            ahead *= math.sqrt(self._guide.variance_to(best)[self.baseline])
+            if expected[self.baseline] <= expected[best] + ahead:  # else of what ran, or the baseline
+                best = min([*self.measured, self.baseline], key=lambda index: expected[index])
+        if best not in self.measured:
+            ties = np.flatnonzero(expected <= expected[best] + TIE).tolist()
         else:
             ties = [i for i in self.measured if taken[i] and expected[i] <= expected[best] + self._margin(best, i)]
+            if self.baseline in self.measured and self.step_s(self.baseline) <= self.step_s(best):
+                ties.append(self.baseline)
         return min(ties, key=lambda i: (i != self.baseline, len(self._candidates[i].strategy), expected[i]))
 
     def _margin(self, best: int, index: int) -> float:
