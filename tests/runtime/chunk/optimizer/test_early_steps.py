@@ -141,6 +141,7 @@ def test_a_loop_that_looks_between_backward_and_step_is_refused() -> None:
         with pytest.raises(ArgumentError, match=r"stepped in backward.*leave out step_in_backward"):
             look(model, optim, lambda: loss(model, data(1)))
         optim.step()  # all else is as it was
+        optim.param_groups[0]["lr"] *= 0.9  # a scheduler's change between steps
     loss(model, data(0)).backward()
     optim.param_groups[0]["lr"] *= 0.5
     with pytest.raises(ArgumentError, match=r"Call the scheduler after optim\.step"):
