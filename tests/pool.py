@@ -10,7 +10,8 @@
 
 `run(function, *args, ranks=2, timeout=120)` calls `function(rank, size, *args)` on each rank inside an initialised
 process group and returns the results by rank. Results and arguments travel by pickle: return plain data or CPU tensors.
-A rank that raises fails the test with its traceback; it and the ranks it leaves waiting in a collective are replaced.
+A rank that raises fails the test with its traceback; it and the ranks that do not answer `grace` seconds later are
+replaced.
 
 A test all of whose body runs on each rank is one function, which takes `rank`, `size` and what it is parametrized by:
 
@@ -46,7 +47,7 @@ IMPORTED = (
     "pydantic",
     "transformers.models.llama.modeling_llama",
 )
-GRACE_S = 8.0  # what a failed rank's peers get to fail by themselves
+GRACE_S = 8.0  # for a failed rank's peers to fail by themselves
 MOST_THREADS = 40
 """A worker with more is replaced: groups that something still holds wake their threads a hundred times a second."""
 
@@ -63,7 +64,9 @@ class Pool:
         self._stores = tempfile.TemporaryDirectory()
         self._calls = 0
 
-    def run(self, function: Callable[..., Any], *args: Any, ranks: int = 2, timeout: float = 120) -> list[Any]:
+    def run(
+        self, function: Callable[..., Any], *args: Any, ranks: int = 2, timeout: float = 120, grace: float = GRACE_S
+    ) -> list[Any]:
         """`function(rank, size, *args)` on `ranks` processes; the results by rank."""
         self._workers = [worker.replaced() if worker.is_worn else worker for worker in self._workers]
         while len(self._workers) < ranks:
@@ -72,14 +75,14 @@ class Pool:
         store = os.path.join(self._stores.name, f"store{self._calls}")
         for rank, worker in enumerate(workers):
             worker.pipe.send((function, args, rank, ranks, store))
-        results, failures = self._collect(workers, timeout)
+        results, failures = self._collect(workers, timeout, grace)
         if failures:
             raise RankFailure(
                 "\n".join(f"--- rank {rank} of {ranks}\n{text}" for rank, text in sorted(failures.items()))
             )
         return [results[rank] for rank in range(ranks)]
 
-    def _collect(self, workers: list[_Worker], timeout: float) -> tuple[dict[int, Any], dict[int, str]]:
+    def _collect(self, workers: list[_Worker], timeout: float, grace: float) -> tuple[dict[int, Any], dict[int, str]]:
         results: dict[int, Any] = {}
         failures: dict[int, str] = {}
         deadline = time.monotonic() + timeout
@@ -99,7 +102,7 @@ class Pool:
                         results[rank] = value
                     else:
                         failures[rank] = value
-                        deadline = min(deadline, time.monotonic() + GRACE_S)
+                        deadline = min(deadline, time.monotonic() + grace)
                         # What it leaves behind (a group half made, say) is not the next test's concern.
                         self._workers[self._workers.index(worker)] = worker.replaced()
         return results, failures

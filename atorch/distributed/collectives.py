@@ -145,9 +145,9 @@ def all_or_none(work: Callable[[], T], group: dist.ProcessGroup | None = None) -
 
 def call_on_all_ranks(
     call: str,
-    given: Callable[[], Mapping[str, Facts]],
+    argument_facts: Callable[[], Mapping[str, Facts]],
     work: Callable[[], T],
-    found: Callable[[T], Mapping[str, Facts]] = lambda result: {},
+    result_facts: Callable[[T], Mapping[str, Facts]] = lambda result: {},
     group: dist.ProcessGroup | None = None,
     *,
     is_frequent: bool = False,
@@ -159,9 +159,9 @@ def call_on_all_ranks(
 
     Args:
         call: the name of the call, which must be equal on all ranks.
-        given: computes facts that must be equal, by argument.
+        argument_facts: computes facts that must be equal, by argument.
         work: local work: reading and checking the arguments.
-        found: computes further facts that must be equal, from the result of `work`.
+        result_facts: computes further facts that must be equal, from the result of `work`.
         group: the ranks that make the call; None for all of them.
         is_frequent: the call is made in every step: skips the early warning, which costs accesses to the store.
 
@@ -174,11 +174,11 @@ def call_on_all_ranks(
     facts: dict[str, Facts] = {}
     try:
         results.append(work())
-        facts.update(found(results[0]))
+        facts.update(result_facts(results[0]))
     except Exception as raised:  # also what users' code raises: no rank may be left waiting
         error = raised
     try:
-        facts = {**given(), **facts}
+        facts = {**argument_facts(), **facts}
     except Exception as raised:
         error = error or raised
     failure = None if error is None else (_kind(error), _message(error))
@@ -193,8 +193,8 @@ def call_on_all_ranks(
     if any(other != call for other, _, _ in reports):
         diff = _difference("the call", [Fact(other) for other, _, _ in reports], ranks)
     elif differing:
-        own = {place: fact for name in differing for place, fact in facts.get(name, {}).items()}
-        diff = _answers(lambda: _first_differences(own, group, ranks), call)
+        local_facts = {place: fact for name in differing for place, fact in facts.get(name, {}).items()}
+        diff = _answers(lambda: _first_differences(local_facts, group, ranks), call)
     failed = [(rank, *failure) for rank, (_, failure, _) in zip(ranks, reports, strict=True) if failure is not None]
     if failed and (diff or error is None):
         rank, kind, message = failed[0]
@@ -273,18 +273,18 @@ def _ranks(group: dist.ProcessGroup | None) -> Sequence[int]:
     return dist.get_process_group_ranks(group) if group is not None and is_distributed() else [0]
 
 
-def _first_differences(own: Facts, group: dist.ProcessGroup | None, ranks: Sequence[int]) -> str:
+def _first_differences(local_facts: Facts, group: dist.ProcessGroup | None, ranks: Sequence[int]) -> str:
     """The first MAX_DIFFERENCES places where the facts of ranks differ, with the value of each rank, as text.
 
     Gathers only the facts that it names: those of a model take megabytes, and there may be thousands of ranks.
     """
-    first = from_rank_zero(own, group)
-    places = [place for place in {**first, **own} if first.get(place) != own.get(place)]
+    first = from_rank_zero(local_facts, group)
+    places = [place for place in {**first, **local_facts} if first.get(place) != local_facts.get(place)]
     reports = gather_objects((places[:MAX_DIFFERENCES], len(places)), group)
     order = {place: index for index, place in enumerate(first)}
     differing = dict.fromkeys(place for few, _ in reports for place in few)
     named = sorted(differing, key=lambda place: order.get(place, len(order)))[:MAX_DIFFERENCES]
-    facts = gather_objects({place: own[place] for place in named if place in own}, group)
+    facts = gather_objects({place: local_facts[place] for place in named if place in local_facts}, group)
     texts = [_difference(place, [of_rank.get(place, Fact("not given")) for of_rank in facts], ranks) for place in named]
     more = max(count for _, count in reports) - len(named)
     return "; ".join(texts) + (f"; and {more} more" if more > 0 else "")

@@ -1,7 +1,7 @@
 """Collectives of one process alone: a local mode among real processes, and a fake world of any size.
 
 In local mode, collectives send nothing and return results of the usual sizes. So a process can try a step that may run
-out of memory, while no rank waits for it: nothing wakes a rank that waits in NCCL. This process's own values, repeated,
+out of memory, while no rank waits for it. Nothing wakes a rank that waits in NCCL. This process's own values, repeated,
 replace what others would have sent. They are finite and plausible, but wrong, so discard all results.
 
 A fake world is a process group of torch's backend "fake": every collective completes at once. Fake tensors have shapes

@@ -63,12 +63,12 @@ class RandomState:
         return cls((version, tuple(words.tolist()), gauss), numpy, saved["torch"], tuple(devices))
 
     def is_same(self, other: RandomState) -> bool:
-        own, others = (self.host, *self.devices), (other.host, *other.devices)
+        states, others = (self.host, *self.devices), (other.host, *other.devices)
         return (
             self.python == other.python
             and (self.numpy is other.numpy or all(map(np.array_equal, self.numpy, other.numpy)))
-            and len(own) == len(others)
-            and all(map(torch.equal, own, others))
+            and len(states) == len(others)
+            and all(map(torch.equal, states, others))
         )
 
 

@@ -47,7 +47,7 @@ class RunMonitor(ExitStack):
     interrupt the step. End the script as usual then: to torchrun and to Slurm, status 0 is a wanted end.
 
     If a step takes longer than `step_timeout`, the processes say where they are. If one does not respond, the others
-    log an error that names it, and end with status 1, since nothing else ends a wait for it. If all respond, a warning
+    log an error that names it. They end with status 1, since nothing else ends a wait for it. If all respond, a warning
     says where they are. If a connection breaks, the block raises an ArgumentError with the same facts.
 
     Args:
@@ -98,13 +98,13 @@ class RunMonitor(ExitStack):
         """
         rank = dist.get_rank() if is_distributed() else 0
         # One number, so that the signal and the rank that are told belong together.
-        (told,) = all_reduce_max([(self._got << 32) + rank if self._got else 0])
+        (signal_and_rank,) = all_reduce_max([(self._got << 32) + rank if self._got else 0])
         if self._watchdog is not None:
             self._watchdog.step()
-        if told and not self._is_stopping:
+        if signal_and_rank and not self._is_stopping:
             self._is_stopping = True
-            name = signal.Signals(told >> 32).name
-            logger.warning("rank %d got %s; all processes stop after this step", told & 0xFFFFFFFF, name)
+            name = signal.Signals(signal_and_rank >> 32).name
+            logger.warning("rank %d got %s; all processes stop after this step", signal_and_rank & 0xFFFFFFFF, name)
         return self._is_stopping
 
 
@@ -143,16 +143,16 @@ class _Watchdog:
         self._thread.join()
         is_lost = isinstance(error, (dist.DistError, NoAnswerError)) or "gloo" in str(error)
         what = "lost a connection" if is_lost else "left the loop" if kind is None else f"raised {kind.__name__}"
-        told = f"{what} in step {self._num_steps + 1}"
+        message = f"{what} in step {self._num_steps + 1}"
         try:
             has_failed = isinstance(error, Exception) and not is_lost
-            self._answer(sys.maxsize, f"{told}: {error}" if has_failed else told, has_failed)
+            self._answer(sys.maxsize, f"{message}: {error}" if has_failed else message, has_failed)
             if is_lost:
-                told = self._verdict() or self._ask(GRACE_S)[0]
+                message = self._verdict() or self._ask(GRACE_S)[0]
         except RuntimeError:
-            told = f"{told}, and the process that holds the job's store has ended"
+            message = f"{message}, and the process that holds the job's store has ended"
         if is_lost:
-            raise NoAnswerError(f"{told} ({str(error).splitlines()[0]})") from error
+            raise NoAnswerError(f"{message} ({str(error).splitlines()[0]})") from error
 
     def _run(self) -> None:
         try:
@@ -214,5 +214,5 @@ class _Watchdog:
             _, _, place = answers.get(rank, (-1, False, "before the loop"))
             end_of = " does not respond: it has ended or is stopped" if rank in silent else ""
             places.setdefault(f"{place}{end_of}", []).append(rank)
-        told = [f"rank{'s' * (len(ranks) > 1)} {listed(ranks)} {place}" for place, ranks in places.items()]
-        return "; ".join(told), bool(silent) or any(has_failed for _, has_failed, _ in answers.values())
+        places_text = [f"rank{'s' * (len(ranks) > 1)} {listed(ranks)} {place}" for place, ranks in places.items()]
+        return "; ".join(places_text), bool(silent) or any(has_failed for _, has_failed, _ in answers.values())

@@ -2,11 +2,11 @@
 
 A lambda, a closure, a hook, a `forward` on the instance or a default argument may refer to its own module. In a
 deepcopy it still refers to the original. Here a function that reaches a copied object is copied as well, with cells and
-defaults of its own; so are weak references, bound methods of C, caches and weak dictionaries.
+defaults of its own. So are weak references, bound methods of C, caches and weak dictionaries.
 
-An object that only functions reach is copied if it leads to a tensor, a module or an object that the module holds, or
-if it is a plain container. Others (a logger, a data set, a lock) stay shared, since a function often reaches half of a
-program. Copies cannot follow names that are looked up when a function runs: globals and class attributes.
+An object that only functions reach is copied if it is a plain container. So is one that leads to a tensor, a module or
+an object that the module holds. Others (a logger, a data set, a lock) stay shared, since a function often reaches half
+of a program. Copies cannot follow names that are looked up when a function runs: globals and class attributes.
 """
 
 from __future__ import annotations

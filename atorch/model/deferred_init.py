@@ -172,9 +172,9 @@ class InitialValues:
         if not any(map(is_meta, own_tensors([module]))):
             return None
         for name in ("reset_parameters", "_reset_parameters"):  # the second is nn.MultiheadAttention's
-            own = getattr(module, name, None)
-            if callable(own):
-                return own  # type: ignore[no-any-return]
+            function = getattr(module, name, None)
+            if callable(function):
+                return function  # type: ignore[no-any-return]
         return None
 
     def _watch(self, module: nn.Module, fill: Callable[[], Any], ids: Mapping[int, int]) -> tuple[set[int], set[int]]:

@@ -39,11 +39,11 @@ def give_memory(
     """
     made: dict[Tensor, Tensor] = {}
     for module in (inner for root in modules for inner in root.modules()):
-        own = [tensor for tensor in own_tensors([module]) if is_meta(tensor) and (only is None or tensor in only)]
-        made.update((tensor, like(tensor, make(tensor))) for tensor in own if tensor not in made)
-        for held in (module._parameters, module._buffers) if own else ():
+        on_meta = [tensor for tensor in own_tensors([module]) if is_meta(tensor) and (only is None or tensor in only)]
+        made.update((tensor, like(tensor, make(tensor))) for tensor in on_meta if tensor not in made)
+        for held in (module._parameters, module._buffers) if on_meta else ():
             held.update({name: made[tensor] for name, tensor in held.items() if tensor in made})  # type: ignore[misc]
-        if own and isinstance(module, nn.RNNBase):
+        if on_meta and isinstance(module, nn.RNNBase):
             module._init_flat_weights()  # the list that it passes to its kernels
     return made
 

@@ -126,8 +126,8 @@ def adopt_state(target: nn.Module, source: nn.Module) -> None:
     owners = dict(target.named_modules())
     for path, parameter in source.named_parameters(remove_duplicate=False):
         prefix, _, name = path.rpartition(".")
-        own = owners[prefix]._parameters.get(name) if prefix in owners else None
-        if own is not None and own.shape == parameter.shape:
+        current = owners[prefix]._parameters.get(name) if prefix in owners else None
+        if current is not None and current.shape == parameter.shape:
             owners[prefix].register_parameter(name, parameter)
     for path, buffer in source.named_buffers(remove_duplicate=False):
         prefix, _, name = path.rpartition(".")

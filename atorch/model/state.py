@@ -140,9 +140,9 @@ def _containers_in(
             if type(value) in _CONTAINERS:
                 yield value
             elif _is_data(value) and type(value).__module__.partition(".")[0] not in engines:
-                own = getattr(value, "__dict__", None)
-                if type(own) is dict:
-                    yield own
+                attribute_dict = getattr(value, "__dict__", None)
+                if type(attribute_dict) is dict:
+                    yield attribute_dict
 
 
 @contextmanager

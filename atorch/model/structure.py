@@ -31,9 +31,9 @@ _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
     """The model's outermost repeated blocks by name, in the order of definition; empty if nothing repeats.
 
-    Siblings of one class with parameters and children are blocks. Single members of such a class elsewhere are, too:
-    the one layer of a decoder whose encoder has many, or the only sibling that still has parameters, as in a pipeline
-    stage. Members of containers (`ModuleList`, `Sequential`, `ModuleDict`) come first; attributes of one class count
+    Siblings of one class with parameters and children are blocks. Single members of such a class elsewhere are, too.
+    Examples are the one layer of a decoder whose encoder has many, and the only sibling with parameters in a pipeline
+    stage. Members of containers (`ModuleList`, `Sequential`, `ModuleDict`) come first. Attributes of one class count
     only if there are none, so a model's encoder and decoder are not two blocks.
     """
     for parents in (_CONTAINERS, (nn.Module,)):
@@ -103,15 +103,15 @@ def set_depth(model: nn.Module, before: int, repeats: int) -> None:
                     setattr(owner, attribute, repeats)
 
 
-def extended_to_all(found: Any, few: Sequence[str], all_of_them: Sequence[str]) -> Any:
+def extended_to_all(places: Any, few: Sequence[str], all_of_them: Sequence[str]) -> Any:
     """JSON data about a model's first blocks, with lists of their names extended to all blocks."""
-    if isinstance(found, Mapping):
-        return {key: extended_to_all(value, few, all_of_them) for key, value in found.items()}
-    if isinstance(found, (list, tuple)):
-        if list(found) == list(few):
+    if isinstance(places, Mapping):
+        return {key: extended_to_all(value, few, all_of_them) for key, value in places.items()}
+    if isinstance(places, (list, tuple)):
+        if list(places) == list(few):
             return list(all_of_them)
-        return [extended_to_all(item, few, all_of_them) for item in found]
-    return found
+        return [extended_to_all(item, few, all_of_them) for item in places]
+    return places
 
 
 def _description(block: nn.Module) -> tuple[Any, ...]:
@@ -298,10 +298,10 @@ def made_alone(run: Callable[[], T], inputs: Iterable[Tensor]) -> tuple[T, list[
 
 
 class _IndependentShapes(TorchDispatchMode):
-    def __init__(self, given: Iterable[Tensor]) -> None:
+    def __init__(self, inputs: Iterable[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self.shapes: list[torch.Size] = []
-        self._derived = {id(tensor): tensor for tensor in given}  # kept alive, so their ids stay unique
+        self._derived = {id(tensor): tensor for tensor in inputs}  # kept alive, so their ids stay unique
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))

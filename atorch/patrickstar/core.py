@@ -206,10 +206,10 @@ PRECISIONS: Set[str] = frozenset({"amp", "bf16", "bfloat16"})  # ignored if disa
 class EngineConfig(Section):
     @model_validator(mode="before")
     @classmethod
-    def _without_unused(cls, given: Any) -> Any:
-        if not isinstance(given, Mapping):
-            return given
-        unused = {key for key in given if key in UNUSED and not (key in PRECISIONS and _is_on(given[key]))}
+    def _without_unused(cls, values: Any) -> Any:
+        if not isinstance(values, Mapping):
+            return values
+        unused = {key for key in values if key in UNUSED and not (key in PRECISIONS and _is_on(values[key]))}
         for key in sorted(unused):
             if key == "scheduler":
                 logger.warning(
@@ -218,7 +218,7 @@ class EngineConfig(Section):
                 )
             else:
                 logger.info("config: %s is DeepSpeed's and has no effect here", key)
-        return {key: value for key, value in given.items() if key not in unused}
+        return {key: value for key, value in values.items() if key not in unused}
 
     optimizer: OptimizerSection = Field(default_factory=OptimizerSection, description="what steps")
     fp16: Fp16Section | None = Field(None, description="the loss scale; without this section there is none")

@@ -117,10 +117,10 @@ def load_parts(model: nn.Module, state: Mapping[str, Any], strict: bool) -> Any:
     """
     result = all_or_none(lambda: model.load_state_dict(state, strict=False))
     missing_by_rank = gather_objects(set(result.missing_keys))
-    given = {name: state[name] for name in sorted(set.union(*missing_by_rank)) if name in state}
+    part = {name: state[name] for name in sorted(set.union(*missing_by_rank)) if name in state}
     parts = {
         name: LogicalTensor(tuple(value.shape), value.dtype, [(whole_box(value.shape), value)])
-        for name, value in given.items()
+        for name, value in part.items()
         if isinstance(value, Tensor)
     }
     targets = model.state_dict(keep_vars=True)

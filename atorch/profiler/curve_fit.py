@@ -91,7 +91,7 @@ def _posterior_covariance(runs: Sequence[TimedRun], factors: Mapping[str, float]
     """The posterior covariance of errors by kind of work, once constants are fitted to runs.
 
     The prior is the covariance of published runs. Every run observes the sum of errors weighted by its shares, with the
-    residual of the fit as noise (the posterior of a linear model with normal errors).
+    residual of the fit as noise. The result is the posterior of a linear model with normal errors.
     """
     shares, prior, errors = [], np.zeros((len(KINDS), len(KINDS))), []
     for run in runs:

@@ -1,10 +1,10 @@
 """Derives the products of a block that tensor parallelism can split from the data flow. Imports no torch.
 
 A block's stream enters it and feeds its products: tokens with all their features. A product of the stream can be split
-by columns. Values computed from it by element or by head stay split, up to a product split by rows, which sums to
-whole tokens again (Shoeybi et al. 2019, arXiv 1909.08053, section 3). If split values meet the stream earlier, are
-reduced over all features, or leave the block, the products that made them must stay whole. The analysis starts with all
-products splittable, and repeats until no more products become whole. Names play no part.
+by columns. Values computed from it by element or by head stay split. A product split by rows sums to whole tokens again
+(Shoeybi et al. 2019, arXiv 1909.08053, section 3). If split values meet the stream earlier, are reduced over all
+features, or leave the block, the products that made them must stay whole. The analysis starts with all products
+splittable, and repeats until no more products become whole. Names play no part.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ example to skip the mask if no sequence is padded. Everything computed from a we
 
 On CPUs, attention with dropout or a learned bias writes its scores, and dropout saves a mask as large as its input. On
 GPUs both kinds of attention are one kernel, and a mask takes a byte an element. GPUs write scores if no kernel accepts
-a call: with grouped keys in fp32 before Ampere, with a mask on devices other than Hopper and data-center Blackwell, and
-with a mask whose last dimension is not contiguous.
+a call. That is so with grouped keys in fp32 before Ampere, and with a mask whose last dimension is not contiguous. It
+is so with any mask on devices other than Hopper and data-center Blackwell.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Two blocks are alike if their modules have the same classes, parameters of the same shapes and the same attributes, at
 any depth. Numbers that count up with the blocks, such as a layer's cache index, may differ.
 
-A block that equals an earlier one, with inputs of the same shapes, computes the same. It does not run again: it returns
+A block that equals an earlier one, with inputs of the same shapes, computes the same. It does not run again. It returns
 new values of the shapes that the first one returned, and its stretch refers to the first one's operations.
 """
 
@@ -131,33 +131,33 @@ class Blocks:
                 return forward(*args, **kwargs)
             key = (self._group_of[name], *self._signature((args, kwargs))) if name in self._group_of else None
             run = self._runs.get(key) if key else None
-            given = tensors_in((args, kwargs))
-            self._recorder.stretches.append(self._stretch(name, given, run))
+            inputs = tensors_in((args, kwargs))
+            self._recorder.stretches.append(self._stretch(name, inputs, run))
             try:
                 if run is not None:
-                    return self._repeat(run, given)
+                    return self._repeat(run, inputs)
                 stretch = self._recorder.stretches[-1]
                 output = forward(*args, **kwargs)
                 if key:
-                    self._runs[key] = _Run(stretch, [self._recorder.value(tensor) for tensor in given], output)
+                    self._runs[key] = _Run(stretch, [self._recorder.value(tensor) for tensor in inputs], output)
                 return output
             finally:
                 self._recorder.stretches.append(Stretch())
 
         return watched
 
-    def _stretch(self, name: str, given: Sequence[torch.Tensor], run: _Run | None) -> Stretch:
+    def _stretch(self, name: str, inputs: Sequence[torch.Tensor], run: _Run | None) -> Stretch:
         stretch = Stretch(name, like=run.stretch if run else None)
-        for tensor in given:
+        for tensor in inputs:
             value = self._recorder.value(tensor)
             stretch.inputs.setdefault(value, tensor_bytes(tensor))
-        streams = (tensor for tensor in given if tensor.dim() == 3 and tensor.is_floating_point())
+        streams = (tensor for tensor in inputs if tensor.dim() == 3 and tensor.is_floating_point())
         stretch.seq_len = next((stream.shape[1] for stream in streams), 0)
         return stretch
 
-    def _repeat(self, run: _Run, given: Sequence[torch.Tensor]) -> Any:
+    def _repeat(self, run: _Run, inputs: Sequence[torch.Tensor]) -> Any:
         """New values like those that the first run returned; saves the inputs and outputs that it saved."""
-        recorder, new_of = self._recorder, dict(reversed(list(zip(run.inputs, given, strict=True))))
+        recorder, new_of = self._recorder, dict(reversed(list(zip(run.inputs, inputs, strict=True))))
         for value, tensor in new_of.items():
             if value in run.stretch.needed:
                 recorder.save(tensor)
@@ -180,12 +180,12 @@ class Blocks:
         with recorder.pausing():
             return map_tensors(renewed, run.output)
 
-    def _signature(self, given: Any) -> Iterator[Hashable]:
+    def _signature(self, arguments: Any) -> Iterator[Hashable]:
         """The properties that a block's work depends on: shapes, and values of non-tensors."""
         yield torch.is_grad_enabled()
         value_of = self._recorder.value
-        order = {value_of(tensor): index for index, tensor in reversed(list(enumerate(tensors_in(given))))}
-        yield from described(given, lambda tensor: order[value_of(tensor)], lambda other: (type(other), id(other)))
+        order = {value_of(tensor): index for index, tensor in reversed(list(enumerate(tensors_in(arguments))))}
+        yield from described(arguments, lambda tensor: order[value_of(tensor)], lambda other: (type(other), id(other)))
 
 
 def like(before: torch.Tensor) -> torch.Tensor:

@@ -99,13 +99,13 @@ class _Assembly:
         elsewhere = self._saved_elsewhere()
         for place, stretch in enumerate(self.stretches):
             if stretch.block:
-                own = self.ownership.of_block[stretch.block]
-                fresh = own - counted
+                params = self.ownership.of_block[stretch.block]
+                fresh = params - counted
             else:
-                own = frozenset(stretch.params)
-                fresh = (own | (frozenset() if place else unused)) - counted - self.in_blocks
+                params = frozenset(stretch.params)
+                fresh = (params | (frozenset() if place else unused)) - counted - self.in_blocks
             counted |= fresh
-            tied = own - fresh
+            tied = params - fresh
             yield self._segment(place, stretch, frozenset(fresh), frozenset(tied), elsewhere.get(place, 0))
 
     def _segment(
@@ -116,9 +116,9 @@ class _Assembly:
             self.figures[id(ran)] = self._figures(place, ran)
         figures, ownership = self.figures[id(ran)], self.ownership
         unshared = stretch.inputs.keys() - self.shared
-        given = sum(size for value, size in stretch.saved.items() if value in unshared)
+        input_bytes = sum(size for value, size in stretch.saved.items() if value in unshared)
         outside = figures.segment.outside
-        saved = outside.saved_bytes + given + moved_here
+        saved = outside.saved_bytes + input_bytes + moved_here
         is_own = not stretch.like and bool(tied)
         counted = fresh if is_own or not fresh else figures.split | figures.experts
         return replace(
@@ -216,7 +216,7 @@ class _Assembly:
             )
             rows.setdefault(product, []).extend([num_rows] * operation.count)
         return tuple(
-            replace(product, rows=sum(found) / len(found), count=float(len(found))) for product, found in rows.items()
+            replace(product, rows=sum(nums) / len(nums), count=float(len(nums))) for product, nums in rows.items()
         )
 
 

@@ -121,13 +121,13 @@ def watch_outside(recorder: Recorder, model: nn.Module, blocks: Mapping[str, nn.
 
 def _is_by_token(module: nn.Module, args: Any, kwargs: Any, output: Any) -> bool:
     """True if half of the tokens, along the second dim, give half of the output."""
-    given = tensors_in((args, kwargs))
-    if len(given) != 1 or given[0].dim() < 2 or not isinstance(output, Tensor) or output.dim() < 2:
+    tensors = tensors_in((args, kwargs))
+    if len(tensors) != 1 or tensors[0].dim() < 2 or not isinstance(output, Tensor) or output.dim() < 2:
         return False
-    (tensor,), sizes = given, list(output.shape)
+    (tensor,), sizes = tensors, list(output.shape)
     few = tensor.narrow(1, 0, (tensor.shape[1] + 1) // 2)
     few_args, few_kwargs = map_tensors(lambda _: few, (args, kwargs))
-    _, of_all = made_alone(partial(module.forward, *args, **kwargs), given)
+    _, of_all = made_alone(partial(module.forward, *args, **kwargs), tensors)
     try:
         with muted("torch._subclasses.fake_tensor"):
             made, of_few = made_alone(partial(module.forward, *few_args, **few_kwargs), [few])

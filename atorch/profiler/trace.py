@@ -315,8 +315,8 @@ class _StepTraffic(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         changed = [arg for arg, about in zip(args, func._schema.arguments, strict=False) if about.is_write]
         read, written, results = (
-            {id(tensor) for tensor in tensors_in(given) if tensor.numel() == _SIDE**2}
-            for given in ((args, kwargs), (changed, out), out)
+            {id(tensor) for tensor in tensors_in(values) if tensor.numel() == _SIDE**2}
+            for values in ((args, kwargs), (changed, out), out)
         )
         self.passes += len(read) + len(written)
         self.operations += bool(read or written)

@@ -4,8 +4,8 @@
     for batch in loader: ...                    # the loop stays as it is
 
 Processes that train together take equally long for every step, since all wait for the slowest. So the detector compares
-each process's own work by three timers: data (from the last step to the model's call), forward, and backward up to the
-last gradient. On a GPU they are events in its stream, which only a report reads.
+each process's own work by three timers. They are data (from the last step to the model's call), forward, and backward
+up to the last gradient. On a GPU they are events in its stream, which only a report reads.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class Straggler:
     def __str__(self) -> str:
         is_one, ranks, hosts = len(self.ranks) == 1, listed(self.ranks), listed(list(dict.fromkeys(self.hosts)))
         who = f"rank {ranks}" if is_one else f"one of ranks {ranks}, which wait for one another in it,"
-        own, median = format_seconds(self.own_s), format_seconds(self.median_s)
-        return f"{who} on {hosts} takes {own} a step for {self.part}, where the median is {median}"
+        seconds, median = format_seconds(self.own_s), format_seconds(self.median_s)
+        return f"{who} on {hosts} takes {seconds} a step for {self.part}, where the median is {median}"
 
 
 @dataclass(frozen=True)
@@ -97,8 +97,8 @@ class StragglerDetector(ExitStack):
         margin: float = 0.1, on_report: Callable[[StepReport], None] | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
-        given, call = f"every={every!r}, patience={patience!r}, margin={margin!r}", "StragglerDetector"
-        require_equal(given, f"the call of {call}", ArgumentError)
+        arguments, call = f"every={every!r}, patience={patience!r}, margin={margin!r}", "StragglerDetector"
+        require_equal(arguments, f"the call of {call}", ArgumentError)
         if not (isinstance(model, nn.Module) and hasattr(optim, "register_step_post_hook")):
             raise ArgumentError(
                 f"{call} was given a {type(model).__name__} and a {type(optim).__name__}; give the module that the "
@@ -106,8 +106,8 @@ class StragglerDetector(ExitStack):
             )
         if not (isinstance(every, int) and every >= 2 and patience >= 1 and 0 < margin < math.inf):
             raise ArgumentError(
-                f"{call} was given {given}; every is a whole number of at least 2, patience is at least 1, and margin "
-                "is a share of a step, such as 0.1"
+                f"{call} was given {arguments}; every is a whole number of at least 2, patience is at least 1, and "
+                "margin is a share of a step, such as 0.1"
             )
         self.report: StepReport | None = None
         """The last report, on rank 0."""
@@ -188,8 +188,8 @@ class StragglerDetector(ExitStack):
         rows = gather_objects((socket.gethostname(), self._stage, self._unit, *mean))
         if is_distributed() and dist.get_rank():
             return
-        hosts, stages, units, steps_s, *own = zip(*rows, strict=True)
-        slow, before, self._slow, parts_s = [], self._slow, {}, dict(zip(PARTS, own, strict=True))
+        hosts, stages, units, steps_s, *by_part = zip(*rows, strict=True)
+        slow, before, self._slow, parts_s = [], self._slow, {}, dict(zip(PARTS, by_part, strict=True))
         for part, own_s in parts_s.items():
             of_part = range(len(rows)) if part == DATA else units
             for ranks, (unit_s, median_s) in behind(own_s, steps_s, self._margin, of_part, stages).items():
@@ -226,8 +226,8 @@ def behind(
     """The ranks that are slow in a part of the step, with their seconds and the median of their peers.
 
     A unit of ranks with one number in `units` wait for one another, so its fastest one hardly waited, and its time
-    counts for all. A unit is slow if its excess over the (lower) median of those with its number in `peers` is more
-    than `margin` of the median step, and more than SPREAD median deviations from the median.
+    counts for all. A unit is compared with the (lower) median of those with its number in `peers`. It is slow if its
+    excess is more than `margin` of the median step, and more than SPREAD median deviations.
     """
     least, slow = margin * median_low(whole_s), {}
     members: defaultdict[tuple[int, int], list[int]] = defaultdict(list)

@@ -159,11 +159,11 @@ class Config(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _filled(cls, given: Any) -> Any:
+    def _filled(cls, values: Any) -> Any:
         """Replace synonyms, and fill in the defaults that depend on other keys."""
-        if not isinstance(given, Mapping):
-            return given
-        config = dict(given)
+        if not isinstance(values, Mapping):
+            return values
+        config = dict(values)
         for other, name in SYNONYMS.items():
             if other in config and config.setdefault(name, config[other]) != config[other]:
                 raise ValueError(

@@ -1,7 +1,7 @@
 """Optimizers for the parameters of the local part of a model: wrappers of the script's, and the base of the fused ones.
 
 Wrappers from the inside out: the script's optimizer, fp32 masters of 16-bit parameters, this replica's shard of the
-states, and a collective check for finite gradients. Each layer is present only if it is needed.
+states, a collective check for finite gradients. Each layer is present only if it is needed.
 
 Fused optimizers keep groups and steps, choose a kernel, and step parameters in buckets.
 """
@@ -260,24 +260,24 @@ def _apex(name: str) -> KernelCall | None:
         apply = importlib.import_module("apex.multi_tensor_apply").multi_tensor_applier
     except ImportError:
         return None
-    return lambda lists, *given: apply(
-        kernel, torch.zeros(1, dtype=torch.int, device=lists[0][0].device), lists, *given
+    return lambda lists, *arguments: apply(
+        kernel, torch.zeros(1, dtype=torch.int, device=lists[0][0].device), lists, *arguments
     )
 
 
 def _check(name: str, group: dict[str, Any]) -> None:
     rules: list[tuple[str, Callable[[Any], bool], str]] = [
-        *((setting, lambda given: given >= 0, "at least 0") for setting in ("lr", "eps", "weight_decay")),
+        *((setting, lambda value: value >= 0, "at least 0") for setting in ("lr", "eps", "weight_decay")),
         ("betas", _are_betas, "two numbers from 0 to below 1"),
-        ("norm_type", lambda given: given in (0, 2), "2, or 0 for the largest absolute value"),
+        ("norm_type", lambda value: value in (0, 2), "2, or 0 for the largest absolute value"),
     ]
     for setting, holds, rule in rules:
         if setting in group and not holds(group[setting]):
             raise ArgumentError(f"{name} was given {shown(group[setting])} as {setting}; it is {rule}")
 
 
-def _are_betas(given: Any) -> bool:
-    return len(given) == 2 and all(0 <= beta < 1 for beta in given)
+def _are_betas(betas: Any) -> bool:
+    return len(betas) == 2 and all(0 <= beta < 1 for beta in betas)
 
 
 def _check_kind(name: str, parameter: Tensor) -> None:

@@ -118,8 +118,8 @@ class DistributedModel(LocalParts):
             ArgumentError: no step runs, a tensor is invalid, or an option is set that autograd supports only locally.
         """
         options = {"retain_graph": retain_graph, "create_graph": create_graph, "retain_grad": retain_grad}
-        if given := next((f"{name}={value}" for name, value in options.items() if value), None):
-            raise ArgumentError(f"model.backward was given {given}; parts of the graph are on other processes")
+        if option := next((f"{name}={value}" for name, value in options.items() if value), None):
+            raise ArgumentError(f"model.backward was given {option}; parts of the graph are on other processes")
         if self._body is None:
             raise ArgumentError("model.backward was called outside of smp.step; call it in a function with @smp.step")
         self._body.backward(tensors, grad_tensors)
@@ -341,14 +341,14 @@ class DistributedModel(LocalParts):
     def _load(self, state: Mapping[str, Any]) -> None:
         others = dict(state)
         for entry in held_tensors(self.placed()):
-            given = [others.pop(name) for name in entry.names if name in others]
-            if given and tuple(given[0].shape) != entry.shape:
+            values = [others.pop(name) for name in entry.names if name in others]
+            if values and tuple(values[0].shape) != entry.shape:
                 raise ArgumentError(
-                    f"{entry.name} was given with shape {tuple(given[0].shape)}, and the whole model's is "
+                    f"{entry.name} was given with shape {tuple(values[0].shape)}, and the whole model's is "
                     f"{entry.shape}; give the state of the same model, whole"
                 )
-            if given:
-                entry.write(given[0])
+            if values:
+                entry.write(values[0])
         for part in (self.module, *self._others):  # what is no tensor
             part.load_state_dict({name: others[name] for name in part.state_dict() if name in others}, strict=False)
 

@@ -298,12 +298,12 @@ class DistributedOptimizer(WrappedOptimizer):
         scale = {"loss_scale": self.inner.scale.state_dict()} if isinstance(self.inner, ScaledOptimizer) else {}
         return {**scale, "state": state, "param_groups": groups}
 
-    def _by_name(self, given: OptimizerState) -> OptimizerState:
+    def _by_name(self, saved: OptimizerState) -> OptimizerState:
         """A state of torch's format, which numbers parameters, keyed by names."""
-        groups = given.get("param_groups")
-        if not isinstance(groups, list) or "state" not in given or len(groups) != len(self._names):
+        groups = saved.get("param_groups")
+        if not isinstance(groups, list) or "state" not in saved or len(groups) != len(self._names):
             raise ArgumentError(
-                f"the optimizer was given a state with {shown(list(given))}; give what its state_dict or "
+                f"the optimizer was given a state with {shown(list(saved))}; give what its state_dict or "
                 f"local_state_dict returned, of {len(self._names)} groups"
             )
         name_of: dict[Any, str] = {}
@@ -316,8 +316,8 @@ class DistributedOptimizer(WrappedOptimizer):
             name_of.update(
                 {key: key if isinstance(key, str) else name for key, name in zip(group["params"], names, strict=True)}
             )
-        state = {name_of.get(key, key): entry for key, entry in given["state"].items()}
-        return {**given, "state": state}
+        state = {name_of.get(key, key): entry for key, entry in saved["state"].items()}
+        return {**saved, "state": state}
 
     def _load(self, named: OptimizerState) -> None:
         groups = [{**group, "params": names} for group, names in zip(named["param_groups"], self._names, strict=True)]

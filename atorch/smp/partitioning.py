@@ -246,7 +246,7 @@ def _figures(
     seconds: dict[str, float] = defaultdict(float)
     held = _weights(units, [invocation.unit for invocation in route.calls])
     kept: dict[str, float] = defaultdict(float)
-    for cost in unit_costs(model, call, lambda m, given: m(*given[0], **given[1]), None, device, parts=units):
+    for cost in unit_costs(model, call, lambda m, batch: m(*batch[0], **batch[1]), None, device, parts=units):
         seconds[cost.name] += cost.seconds
         held[cost.name] = cost.held_bytes
         kept[cost.name] += cost.kept_bytes

@@ -59,6 +59,7 @@ def job(**more: Any) -> dict[str, Any]:
 def test_the_result_unpacks_as_documented() -> None:
     model, optim_args, loader_args = Net(), {"lr": 0.1}, {"batch_size": 4, "shuffle": True}
     status, result, strategy = auto_accelerate(model, **job(optim_args=optim_args, dataloader_args=loader_args))
+    assert status is True
     new_model, optim, dataloader, new_loss_func, prepare_input, args = result
     assert new_model is model
     assert isinstance(optim, torch.optim.SGD)
@@ -349,7 +350,7 @@ def test_16_bit_parameters_without_masters_are_told(caplog: pytest.LogCaptureFix
     assert "trainable parameters are in" not in caplog.text
 
 
-def test_verbose_says_more(capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
+def test_verbose_says_more(caplog: pytest.LogCaptureFixture) -> None:
     more = {"load_strategy": [("amp_native", "bf16")]}
     auto_accelerate(Net(), **job(**more))
     assert "the strategy is" not in caplog.text

@@ -166,7 +166,9 @@ def test_what_is_no_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("trials", [500, pytest.param(100_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "trials", [500, pytest.param(20_000, marks=pytest.mark.slow), pytest.param(100_000, marks=pytest.mark.nightly)]
+)
 def test_fuzzed_headers(tmp_path: Path, trials: int) -> None:
     """Whatever a file of another program holds, it is read, or refused."""
     path = tmp_path / "model.safetensors"

@@ -213,9 +213,13 @@ STAGES: list[Any] = [("parallel_mode", [("pipeline", 2)]), ("pipeline_parallel",
 MIXED: list[Any] = [("parallel_mode", [("tensor", 2), ("pipeline", 2)]), "mixed_parallel"]
 
 
-def test_parts_that_torch_would_take_for_the_whole_are_refused(pool: Pool, tmp_path: Path) -> None:
-    run_each(pool, refused_by_torch, [(strategy, str(tmp_path)) for strategy in (TENSOR, CHUNK)])
-    run_each(pool, refused_by_torch, [(strategy, str(tmp_path)) for strategy in (BOTH, MIXED)], ranks=4)
+@pytest.mark.parametrize(
+    ("strategies", "ranks"), [((TENSOR, CHUNK), 2), pytest.param((BOTH, MIXED), 4, marks=pytest.mark.slow)]
+)
+def test_parts_that_torch_would_take_for_the_whole_are_refused(
+    pool: Pool, strategies: list[Any], ranks: int, tmp_path: Path
+) -> None:
+    run_each(pool, refused_by_torch, [(strategy, str(tmp_path)) for strategy in strategies], ranks=ranks)
 
 
 def refuses_whole(result: Any) -> None:
@@ -252,9 +256,9 @@ def stages_refused(rank: int, size: int, strategy: list[Any], folder: str) -> No
         assert torch.equal(value, whole[name]), name
 
 
-def test_a_stage_is_not_taken_for_the_whole(pool: Pool, tmp_path: Path) -> None:
-    pool.run(stages_refused, STAGES, str(tmp_path))
-    pool.run(stages_refused, MIXED, str(tmp_path), ranks=4)
+@pytest.mark.parametrize(("strategy", "ranks"), [(STAGES, 2), pytest.param(MIXED, 4, marks=pytest.mark.slow)])
+def test_a_stage_is_not_taken_for_the_whole(pool: Pool, strategy: list[Any], ranks: int, tmp_path: Path) -> None:
+    pool.run(stages_refused, strategy, str(tmp_path), ranks=ranks)
 
 
 def whole_refused(rank: int, size: int, strategy: list[Any]) -> None:
@@ -274,9 +278,9 @@ def whole_refused(rank: int, size: int, strategy: list[Any]) -> None:
     assert step(fresh) == step(result)
 
 
-def test_torchs_whole_states_do_not_take_rows_for_others(pool: Pool) -> None:
-    pool.run(whole_refused, TENSOR)
-    pool.run(whole_refused, BOTH, ranks=4)
+@pytest.mark.parametrize(("strategy", "ranks"), [(TENSOR, 2), pytest.param(BOTH, 4, marks=pytest.mark.slow)])
+def test_torchs_whole_states_do_not_take_rows_for_others(pool: Pool, strategy: list[Any], ranks: int) -> None:
+    pool.run(whole_refused, strategy, ranks=ranks)
 
 
 def saved_for_hugging_face(rank: int, size: int, strategy: list[Any], folder: str) -> tuple[str, float, float]:

@@ -305,7 +305,8 @@ def test_right_strategies_are_taken(pool: Pool) -> None:
     strategies: list[Any] = [["ddp"], ["fsdp"], [("micro_batch", {"size": 2}), "zero1"]]
     models: list[dict[str, Any]] = [{"norm": True}, {"dropout": 0.5}]
     cases: list[tuple[Any, ...]] = [(each, model, most) for each in strategies for model in models for most in (1, 8)]
-    run_each(pool, under, [*cases, *((each, {}, 8) for each in strategies)])
+    cases += [(each, {}, 8) for each in strategies]
+    assert run_each(pool, under, cases) == [[True, True]] * len(cases)
 
 
 def sum_loss(batch: Any, output: torch.Tensor) -> torch.Tensor:

@@ -142,11 +142,7 @@ def summed(value: float, group: dist.ProcessGroup) -> float:
     return tensor.item()
 
 
-ARRANGED = [
-    (slices, order)
-    for slices in ((("tensor", 2), ("data", 2)), (("data", 2), ("tensor", 2)))
-    for order in (None, (0, 2, 1, 3))
-]
+ARRANGED = [((("tensor", 2), ("data", 2)), None), ((("data", 2), ("tensor", 2)), (0, 2, 1, 3))]
 
 
 @on_ranks(4)

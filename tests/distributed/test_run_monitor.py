@@ -21,7 +21,7 @@ from atorch.errors import ArgumentError
 from atorch.logs import logger
 from tests.auto.restarting_job import job, losses_of
 from tests.auto.training import messages
-from tests.pool import Pool, RankFailure, on_ranks
+from tests.pool import GRACE_S, Pool, RankFailure, on_ranks
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
@@ -169,8 +169,8 @@ MORE = [(strategy, place) for strategy in STRATEGIES for place in ("forward", "b
     ("strategy", "place"), PLACES + [pytest.param(*case, marks=pytest.mark.slow) for case in MORE if case not in PLACES]
 )
 def test_a_rank_that_dies_or_stops_is_named(pool: Pool, tmp_path: Path, strategy: str, place: str, number: int) -> None:
-    with pytest.raises(RankFailure):
-        pool.run(failing, str(tmp_path), place, number, strategy)
+    with pytest.raises(RankFailure):  # a stopped process never answers
+        pool.run(failing, str(tmp_path), place, number, strategy, grace=GRACE_S if number == signal.SIGKILL else 0.5)
     told = (tmp_path / "told-0").read_text()
     after_s = (tmp_path / "told-0").stat().st_mtime - float((tmp_path / "failed").read_text())
     logging.getLogger("measured").warning(f"{place}, {number!r}: {after_s:.1f} s: {told}")

@@ -152,7 +152,7 @@ def test_lora_saves_an_adapter_that_peft_loads(tmp_path: Path) -> None:
     assert json.loads((adapter / "adapter_config.json").read_text())["peft_type"] == "LORA"
     # Whole matrices under peft's own names; B starts at zero, so what is not zero was trained.
     assert weights["base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"].shape == (128, 16)
-    assert all(weight.abs().sum() > 0 for name, weight in weights.items() if "lora_B" in name)
+    assert min(float(weight.abs().sum()) for name, weight in weights.items() if "lora_B" in name) > 0
 
 
 @pytest.mark.slow

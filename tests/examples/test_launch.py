@@ -68,6 +68,7 @@ def check_curve(printed: str, folder: Path) -> None:
     assert losses == pytest.approx(expected, rel=1e-3, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_a_stopped_job_goes_on_with_another_number_of_processes(tmp_path: Path) -> None:
     script = str(LAUNCH / "train.py")
     job = started(*TORCHRUN, "2", *rendezvous("static"), script, "--steps", "100000", folder=tmp_path)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -115,4 +116,5 @@ def test_a_calibration_that_cannot_be_read_is_told_and_begun_anew(
     make(path)
     assert Calibration(path, {}).read() == ()
     assert "given.json is ignored, and a new one begun" in caplog.text
+    assert re.search(told, caplog.text)
     assert Calibration.of(str(path), cluster(), {}) is not None

@@ -125,9 +125,14 @@ def test_sample_trains_as_plainly(pool: Pool, name: str, strategy: str) -> None:
     check(pool, name, strategy, 2)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("processes", [1, 2])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    ("strategy", "processes"),
+    [
+        pytest.param(name, num, marks=pytest.mark.nightly if (name, num) == ("automatic", 1) else pytest.mark.slow)
+        for name in STRATEGIES
+        for num in (1, 2)
+    ],
+)
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_scripts_train_as_plainly(pool: Pool, name: str, strategy: str, processes: int) -> None:
     check(pool, name, strategy, processes)

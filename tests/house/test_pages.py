@@ -180,7 +180,7 @@ def literals(text: str) -> Iterator[Any]:
 def test_strategies_in_tables_are_valid(path: Any) -> None:
     for rows in tables(path):
         for item in (item for cells in rows for item in literals(cells[-1])):
-            Strategy.of([MESH, item] if item in RECIPES else [item])
+            assert Strategy.of([MESH, item] if item in RECIPES else [item]).methods
 
 
 @pytest.mark.parametrize("path", [*MIGRATION, DOCS / "your_script.md"], ids=name_of)

@@ -116,7 +116,8 @@ def test_constants_may_be_read_by_name() -> None:
     HELD["scale"] = torch.ones(WIDTH)
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH))
     model.register_buffer("scale", HELD["scale"])
-    trace(model, torch.randn(BATCH, WIDTH), call, lambda batch, output: (output * HELD["scale"]).sum())
+    found = trace(model, torch.randn(BATCH, WIDTH), call, lambda batch, output: (output * HELD["scale"]).sum())
+    assert found.num_params == WIDTH * (WIDTH + 1)
 
 
 def test_parameters_of_others_have_the_gradients_that_they_had() -> None:

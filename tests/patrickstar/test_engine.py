@@ -296,7 +296,7 @@ def test_what_is_no_loss_a_closure_and_bad_models_and_configurations_are_told() 
         initialize_engine(make, 0, {"default_chunk": 1})
 
 
-def test_the_profiler_sees_what_the_engine_does(tmp_path: Path) -> None:
+def test_the_profiler_sees_what_the_engine_does() -> None:
     profiler.start()
     on_host = {"params": {"use_hybrid_adam": False}}
     model, optimizer = initialize_engine(make, 0, config(fp16=SCALED, optimizer=on_host))

@@ -159,7 +159,7 @@ class Waiting:
 
 
 AXES = {"ddp": "data", "zero1": "data", "zero2": "zero", "fsdp": "zero", "tensor_parallel": "tensor"}
-SLOW = 0.05
+SLOW = 0.1
 
 
 CASES = [  # what one process is slow at, and whether it is named: not where the others wait for it

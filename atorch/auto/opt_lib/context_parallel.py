@@ -1,9 +1,9 @@
 """context_parallel: each process holds a part of every sequence, and keys and values pass around a ring.
 
 Memory: activations / context; parameters stay full. Communication per block: context − 1 hops of keys and values in
-forward, and twice as many in backward with their gradients, overlapped with attention (Liu et al. 2023,
-arXiv 2310.01889). That is (3 + recomputed) · (context − 1) sends of 2 · batch · tokens / context · key width elements.
-It suits sequences that need more processes than sequence_parallel has heads for.
+forward, and twice as many in backward with their gradients. Attention overlaps them (Liu et al. 2023, arXiv
+2310.01889). That is (3 + recomputed) · (context − 1) sends of 2 · batch · tokens / context · key width elements. It
+suits sequences that need more processes than sequence_parallel has heads for.
 """
 
 from __future__ import annotations

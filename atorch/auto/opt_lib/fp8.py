@@ -1,7 +1,7 @@
 """fp8: Linear layers multiply in 8-bit floats, by transformer-engine or torchao.
 
 Parameters and activations keep their dtypes, but fsdp and zero2 gather weights in 8 bits. On hardware with fp8,
-products of converted layers take little more than half the time of bf16; casts of their inputs cost a part of the gain.
+products of converted layers take little more than half the time of bf16. Casts of their inputs cost a part of the gain.
 Attention does not change. The output layer loses too much accuracy: {"exclude": ("lm_head",)}.
 """
 

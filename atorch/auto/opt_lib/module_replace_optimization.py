@@ -247,8 +247,8 @@ class ModuleReplace(Method):
     def apply(self, ctx: Context) -> Context:
         replaced = 0
         for part in ctx.parts:
-            own = next((p.dtype for p in part.parameters() if p.is_floating_point()), torch.float32)
-            dtype = compute_dtype(ctx) or own
+            param_dtype = next((p.dtype for p in part.parameters() if p.is_floating_point()), torch.float32)
+            dtype = compute_dtype(ctx) or param_dtype
             for name in self._chosen():
                 report = self._replace(name, part, ctx.device, dtype)
                 replaced += len(report.swapped)

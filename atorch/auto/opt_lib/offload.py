@@ -1,7 +1,7 @@
 """offload: shares of parameters, optimizer states and activations stay in host memory.
 
 Memory: the device holds less by that share of each. Transfers over the host link, per step: for parameters, every
-gather, and gradients back; for optimizer states, which the host steps, gradients down and parameters up (Ren et al.
+gather, and gradients back. For optimizer states, which the host steps: gradients down and parameters up (Ren et al.
 2021, arXiv 2101.06840); for activations, down in forward and up in backward. The alternative is chunk, which keeps to a
 budget.
 """

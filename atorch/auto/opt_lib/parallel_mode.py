@@ -1,7 +1,7 @@
 """parallel_mode: the arrangement of processes into groups for each kind of parallelism.
 
-`([("tensor", 4), ("pipeline", 2), ("data", 2)], None)`: the first axis varies fastest over the ranks, and `data` is
-resized so that the product is the number of processes. It costs nothing; the other methods split over its axes.
+`([("tensor", 4), ("pipeline", 2), ("data", 2)], None)`: the first axis varies fastest over the ranks. `data` is resized
+so that the product is the number of processes. It costs nothing; the other methods split over its axes.
 """
 
 from __future__ import annotations

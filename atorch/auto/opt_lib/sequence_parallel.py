@@ -1,7 +1,8 @@
 """sequence_parallel: each process holds a part of every sequence, and attention sees the full sequence.
 
-ulysses, over its own axis: tokens are split everywhere, and exchanged for heads around attention by four all-to-alls
-in forward and in backward (Jacobs et al. 2023, arXiv 2309.14509). Memory: activations / sequence; full parameters.
+ulysses, over its own axis: tokens are split everywhere. Around attention they are exchanged for heads, by four
+all-to-alls in forward and in backward (Jacobs et al. 2023, arXiv 2309.14509). Memory: activations / sequence; full
+parameters.
 megatron, over the axis of tensor_parallel: norms and residual streams, which tensor_parallel leaves full, are split by
 tokens. Its all-reduces become reduce-scatters and all-gathers (Korthikanti et al. 2022, arXiv 2205.05198).
 A run on a few samples shows which tensors of a block have a token dim.

@@ -164,8 +164,8 @@ class TensorParallel(Method):
             return lazy_copy(copied, device)
 
     def _of_all_blocks(self, layout: ModelLayout, few: nn.Module, model: nn.Module) -> ModelLayout:
-        found = written(layout, self._plan_knobs)
-        kept = extended_to_all(found, list(repeated_blocks(few)), list(repeated_blocks(model)))
+        of_few = written(layout, self._plan_knobs)
+        kept = extended_to_all(of_few, list(repeated_blocks(few)), list(repeated_blocks(model)))
         full = read_layout(kept, model, layout.degree, self._plan_knobs)
         if isinstance(full, str):
             raise StrategyError(f"tensor_parallel cannot tell all blocks of {type(model).__name__} from two: {full}")

@@ -4,8 +4,8 @@ Until its first batch the model is an ordinary one on the host, which loads stat
 that batch determines the memory needs. Then the parameters move into chunks, in fp16 with fp32 masters, or an error
 reports the missing bytes of the budget. Inputs are cast; nothing runs under autocast.
 
-Embeddings stay on the host: looked up there in fp32, and stepped there as ordinary parameters, since a step reads a few
-rows of a table. A table that another module shares, such as a tied head, is moved to the device as usual.
+Embeddings stay on the host, since a step reads a few rows of a table. They are looked up there in fp32, and stepped as
+ordinary parameters. A table that another module shares, such as a tied head, is moved to the device as usual.
 """
 
 from __future__ import annotations

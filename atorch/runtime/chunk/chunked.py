@@ -96,8 +96,8 @@ def chunk(
             return planner.plan(fills_device)
         arguments: dict[str, Any] = {"budget_bytes": budget_bytes, "state_bytes": state_bytes, "prefetch": prefetch}
         arguments |= {"dtype": dtype, "in_place": in_place, "leave": set(leave), "compiled": set(compiled)}
-        own = partial(planner.plan, fills_device)
-        return call_on_all_ranks("chunk", lambda: {"arguments": _facts(arguments)}, own, _Planned.facts, group)
+        plan = partial(planner.plan, fills_device)
+        return call_on_all_ranks("chunk", lambda: {"arguments": _facts(arguments)}, plan, _Planned.facts, group)
 
     plan, in_place = _fit_host(agreed, parameters.values(), shards, in_place, host_state_bytes)
     for buffer in model.buffers():
@@ -299,8 +299,8 @@ def _host_bytes(chunk: ChunkSpec, state_bytes: float, in_place: bool) -> float:
     return chunk.numel * (copies * itemsize + masters + state_bytes + widened)
 
 
-def _facts(given: Mapping[str, Any]) -> Facts:
-    return {place: fact for name, value in given.items() for place, fact in described(name, value).items()}
+def _facts(arguments: Mapping[str, Any]) -> Facts:
+    return {place: fact for name, value in arguments.items() for place, fact in described(name, value).items()}
 
 
 def _pinned_state_bytes(chunk: ChunkSpec, state_bytes: float, shards: int) -> int:

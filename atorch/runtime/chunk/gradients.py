@@ -49,7 +49,7 @@ class Rounds:
 
     All processes that share a chunk take part in gathering it. Where values decide which modules run (mixtures of
     experts, early exits), no process knows what the others need. So in a round each process announces the chunk that it
-    wants, all send it their shares, and all reduce the gradients that are complete everywhere. A process at the end of
+    wants, and all send it their shares. All reduce the gradients that are complete everywhere. A process at the end of
     its pass joins further rounds until all processes are at the end.
 
     Args:

@@ -10,10 +10,10 @@ A call of an optimizer costs about a millisecond of Python when the kernels have
 many pieces, or all of them if there are no temporaries. Temporaries are the gradients widened to fp32 for the pieces of
 a call, and new states until they are in place.
 
-torch's optimizers create states in their first step on a parameter. A state is then moved, once, into a flat tensor for
-its chunk and kind of state, in memory or in a file, and the optimizer keeps a view. So the state of a parameter that
-was stepped in pieces is contiguous, where the parameter is. Files are mapped into memory, and the kernel pages them out
-and in. They are unlinked at once, so that they vanish with the process, however it ends.
+torch's optimizers create states in their first step on a parameter. A state then moves, once, into a flat tensor for
+its chunk and kind of state, in memory or in a file. The optimizer keeps a view. So the state of a parameter that was
+stepped in pieces is contiguous, where the parameter is. Files are mapped into memory, and the kernel pages them out and
+in. They are unlinked at once, so that they vanish with the process, however it ends.
 
 A saved state has the parameter's shape, as if the optimizer had stepped on the full parameter.
 """

@@ -275,24 +275,24 @@ def deeper(passes: Sequence[Sequence[PassStretch]], rename: Rename, periods: int
         periods: additional periods, compared with the first model.
     """
     first = passes[0]
-    found: list[dict[_Origin, _Numbers]] = []
+    sizes: list[dict[_Origin, _Numbers]] = []
     for more, made in enumerate(passes):
         if len(made) != len(_origins(more)):
             return None
         for (number, later), stretch in zip(_origins(more), made, strict=True):
             if stretch.events != first[number].renamed(later, rename) or stretch.firsts != first[number].firsts:
                 return None
-        found.append({origin: stretch.num_bytes for origin, stretch in zip(_origins(more), made, strict=True)})
+        sizes.append({origin: stretch.num_bytes for origin, stretch in zip(_origins(more), made, strict=True)})
 
     def grown(number: int, later: int, more: int) -> _Numbers:
         """The bytes of a stretch in a pass with `more` more periods."""
-        now, then = found[0][number, 0], found[1][number, int(_FORWARD < number < _BACKWARD)]
+        now, then = sizes[0][number, 0], sizes[1][number, int(_FORWARD < number < _BACKWARD)]
         is_repeated = number in (_FORWARD, _BACKWARD)
-        by_later = found[1][number, 1] - then if is_repeated else np.zeros_like(now)
+        by_later = sizes[1][number, 1] - then if is_repeated else np.zeros_like(now)
         num_bytes: _Numbers = now + more * (then - now) + later * by_later
         return num_bytes
 
-    if any(not np.array_equal(num_bytes, grown(*origin, 2)) for origin, num_bytes in found[2].items()):
+    if any(not np.array_equal(num_bytes, grown(*origin, 2)) for origin, num_bytes in sizes[2].items()):
         return None
     accesses: list[Access] = []
     gradients: list[tuple[int, str]] = []

@@ -145,9 +145,9 @@ def transfer_cost(
 ) -> int | None:
     """The cost of the schedule, as bytes that the link could move in the same time; None if nothing keeps the budget.
 
-    It is the sum of the fetched bytes, again the bytes of fetches that are waited for, since nothing overlaps them, and
-    `transfer_bytes` per transfer: what the link moves in the time that starting one takes. A fetch is waited for if it
-    could not start one moment before its use. So the schedule itself is not needed.
+    It is the sum of the fetched bytes, again the bytes of fetches that nothing overlaps, and `transfer_bytes` per
+    transfer. These are the bytes that the link moves in the time that a start takes. A fetch is waited for if it could
+    not start one moment before its use. So the schedule itself is not needed.
     """
     planned = _plan_stays(runs.needs, chunk_bytes, runs.room(chunk_bytes, budget_bytes))
     if planned is None:

@@ -8,8 +8,8 @@ takes n - 1 hops, since no rank sends results of its own keys. Heads that share 
 Parts are accumulated in fp32. Gradients travel in the dtype of the keys, so that in 16 bits every hop rounds them once.
 Dropout is drawn for each part, with the same seed in backward; its numbers differ from those of whole attention.
 
-In the place of a block's `scaled_dot_product_attention`, a ring gets a rank's part of queries, keys and values, and the
-full mask, which models make before their blocks. So any mask works that spans the sequences and is not learnt. Its
+In the place of a block's `scaled_dot_product_attention`, a ring gets a rank's part of queries, keys and values. It gets
+the full mask, which models make before their blocks. So any mask works that spans the sequences and is not learnt. Its
 fully masked pieces are skipped, as in a causal mask.
 """
 

@@ -1,6 +1,6 @@
 """The work of a rank at each hop of a ring: its tokens, the blocks of queries and keys, and kernels for such blocks.
 
-In order, rank r of n has the r-th of n pieces; under a causal mask the last rank then has almost twice the mean work.
+In order, rank r of n has the r-th of n pieces. Under a causal mask the last rank then has almost twice the mean work.
 Balanced, a sequence has 2n pieces, and rank r has pieces r and 2n-1-r. Every rank then computes half a square of scores
 with the keys of any other rank (Brandon et al. 2023, arXiv 2311.09431; Llama 3, arXiv 2407.21783, 3.3.2).
 

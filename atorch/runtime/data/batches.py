@@ -89,7 +89,7 @@ def take(data: Any, start: int, stop: int, rows: int) -> Any:
 def merge(pieces: Sequence[Any], weights: Sequence[float]) -> Any:
     """Merge the results of the pieces into that of the full batch.
 
-    Takes the weighted sum of numbers and scalar tensors (a weight of 0 drops even NaN), concatenates tensors along
+    Takes the weighted sum of numbers and scalar tensors (a weight of 0 drops even NaN). Concatenates tensors along
     dimension 0, and merges containers item by item. Returns the last of anything else.
     """
     first = pieces[0]

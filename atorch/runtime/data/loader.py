@@ -1,8 +1,8 @@
 """Data loaders that split each global batch evenly over the ranks that see different samples.
 
-`batch_size` is the global batch (strong scaling), so the same arguments give the same training on any number of
-ranks: rank r of n takes every n-th sample of each global batch. Streams are sharded before they are read where that is
-possible (`batches`): each rank then has batches of its own part.
+`batch_size` is the global batch (strong scaling): rank r of n takes every n-th sample of it. So the same arguments give
+the same training on any number of ranks. Streams are sharded before they are read where that is possible (`batches`):
+each rank then has batches of its own part.
 """
 
 from __future__ import annotations

@@ -103,29 +103,29 @@ def gathered(
         CheckpointError: the boxes of a tensor have holes.
     """
     rank = dist.get_rank(group) if is_distributed() and not is_fake_world() else 0
-    own = {key: dict(tensor.pieces) for key, tensor in tensors.items() if tensor.pieces}
+    local = {key: dict(tensor.pieces) for key, tensor in tensors.items() if tensor.pieces}
     mine = [
         (key, (tensors[key].shape, tensors[key].dtype, next(iter(pieces.values())).device.type), list(pieces))
-        for key, pieces in own.items()
+        for key, pieces in local.items()
     ]
     ranks = [mine] if is_fake_world() else gather_objects(mine, group)
-    found: dict[K, tuple[Any, dict[Box, int]]] = {}
+    owned: dict[K, tuple[Any, dict[Box, int]]] = {}
     for source, listed in enumerate(ranks):
         for key, form, boxes in listed:
-            owners = found.setdefault(key, (form, {}))[1]
+            owners = owned.setdefault(key, (form, {}))[1]
             for box in boxes:
                 owners.setdefault(Box(*box), source)
     wholes: dict[K, Tensor] = {}
     shares: list[list[Tensor]] = [[] for _ in ranks]
-    left = len(found)
-    for key, ((shape, dtype, device), owners) in found.items():
+    left = len(owned)
+    for key, ((shape, dtype, device), owners) in owned.items():
         if not is_fake_world():
             check_cover(str(key), shape, list(owners))
-        alone = own[key].get(whole_box(shape)) if len(ranks) == 1 else None
+        alone = local[key].get(whole_box(shape)) if len(ranks) == 1 else None
         whole = wholes[key] = torch.empty(shape, dtype=dtype, device=device) if alone is None else alone
         for box, source in owners.items() if alone is None else ():
             part = whole[box.slices(whole_box(shape))]
-            shares[source].append(part.copy_(own[key][box]) if source == rank else part)
+            shares[source].append(part.copy_(local[key][box]) if source == rank else part)
         left -= 1
         if not left or sum(tensor.nbytes for tensor in wholes.values()) >= BUCKET_BYTES:
             if len(ranks) > 1:

@@ -205,15 +205,15 @@ def _mismatch(steps: Sequence[str]) -> str:
 
 
 def gather_zeros(
-    numel: int, own: int, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup
+    numel: int, local_numel: int, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup
 ) -> list[dist.Work | None]:
-    """Take part in gathering `numel` elements, `own` of which are this rank's."""
-    out, zeros = torch.empty(numel, dtype=dtype, device=device), torch.zeros(own, dtype=dtype, device=device)
+    """Take part in gathering `numel` elements, `local_numel` of which are this rank's."""
+    out, zeros = torch.empty(numel, dtype=dtype, device=device), torch.zeros(local_numel, dtype=dtype, device=device)
     return [all_gather_single(out, zeros, group=group, async_op=True)]
 
 
 def reduce_zeros(
-    own: int,
+    local_numel: int,
     numel: int,
     dtype: torch.dtype,
     device: torch.device,
@@ -221,7 +221,7 @@ def reduce_zeros(
     op: Any,
     replicas: dist.ProcessGroup | None,
 ) -> list[dist.Work | None]:
-    """Take part in reduce-scattering `numel` elements, `own` to this rank, and in all-reducing those in `replicas`."""
-    out, zeros = torch.empty(own, dtype=dtype, device=device), torch.zeros(numel, dtype=dtype, device=device)
+    """Take part in reduce-scattering `numel` elements, `local_numel` to each, and all-reducing those in `replicas`."""
+    out, zeros = torch.empty(local_numel, dtype=dtype, device=device), torch.zeros(numel, dtype=dtype, device=device)
     works = [reduce_scatter_single(out, zeros, op, group=group, async_op=True)]
     return works if replicas is None else [*works, dist.all_reduce(out.clone(), op, group=replicas, async_op=True)]

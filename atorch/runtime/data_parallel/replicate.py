@@ -40,7 +40,7 @@ class Replicated(Wrapper):
 
     Wraps one instead of being one: torch.distributed.checkpoint detects it by type, and requires names with `module.`.
 
-    The user's methods and submodules that are reached through it run on this rank only, as `generate` should; a
+    The user's methods and submodules that are reached through it run on this rank only, as `generate` should. A
     backward pass through them averages gradients, too.
     """
 

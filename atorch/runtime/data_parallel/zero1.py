@@ -7,7 +7,7 @@ its share only: only there do momentum, variance and fp32 copies exist.
 
 Memory: optimizer bytes / ranks; of whole parameters as even as these allow. Communication per step: every updated
 parameter once, in flat buckets: slices by all-gather, whole ones by broadcast from their owners. torch's
-ZeroRedundancyOptimizer is not used: it rejects parameters of several dtypes, assigns whole ones, sends tensor by
+ZeroRedundancyOptimizer is not used. It rejects parameters of several dtypes, and assigns whole ones. It sends tensor by
 tensor, frozen ones included, and has no state dict before a gathering call.
 """
 
@@ -57,8 +57,8 @@ class ShardedOptimizer(ShadowOptimizer):
 
     Every rank has the full parameter groups, as in plain training, so that schedulers, clipping and
     torch.distributed.checkpoint work as usual. They are the groups of the inner optimizer, which hold this rank's share
-    only while it runs. After a step `state` has an entry for every parameter: this rank's flat slice of one that is
-    cut, and an empty entry for parameters of other ranks.
+    only while it runs. After a step `state` has an entry for every parameter: this rank's flat slice if it is cut, an
+    empty entry if it is another rank's.
 
     Args:
         groups: parameters, named parameters or groups of either, of the whole model; the same on all ranks.

@@ -4,8 +4,8 @@ Parameters that are gathered and freed together form a *group*. Blocks are group
 and its gradients unsharded until backward ends; embeddings and head, most of these, thus get groups of their own.
 
 Memory: (parameters + gradients + optimizer states) / shards, plus one or two gathered groups. Communication per step:
-all-gather of the parameters in forward and again in backward, reduce-scatter of the gradients; with replicas
-(hybrid sharding) also an all-reduce of the gradient shards.
+all-gather of the parameters in forward and again in backward, and reduce-scatter of the gradients. With replicas
+(hybrid sharding) the gradient shards are also all-reduced.
 """
 
 from __future__ import annotations

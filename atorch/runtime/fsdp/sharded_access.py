@@ -5,7 +5,7 @@ begins such a copy delegates to its sharded parameter: it has that one's gradien
 operations with plain tensors use the copy, as `F.linear(hidden, model.head.weight)`: their gradients add to those of
 forward.
 
-Reading a number that was computed from sharded parameters or gradients, such as a norm, is collective: all ranks must
+Reading a number that was computed from sharded parameters or gradients, such as a norm, is collective. All ranks must
 do it, and get the global value. Added to a loss it becomes a plain number. Other operations that would mix shards and
 plain tensors raise. In forward, factories make plain tensors of a parameter that is still sharded, and reads raise.
 """

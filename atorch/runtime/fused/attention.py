@@ -180,7 +180,7 @@ def fuse_multihead_attention(model: nn.Module) -> SwapReport:
     """Replace every `nn.MultiheadAttention` by `SdpaMultiheadAttention`, in place; parameters and names stay.
 
     Subclasses stay. So do modules inside torch's own encoder and decoder layers, which request no weights and thus use
-    SDPA already; the report has them with this reason.
+    SDPA already. The report has them with this reason.
     """
     torchs_own = {
         f"{prefix}.{name}" if prefix else name

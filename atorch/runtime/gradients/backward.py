@@ -76,12 +76,12 @@ class Postponed:
         """True for a hook of `register_hook`."""
         return self._parameter is not None
 
-    def __call__(self, given: torch.Tensor | None) -> Any:
-        parameter = given if self._parameter is None else self._parameter()
-        if parameter is None or given is None:
+    def __call__(self, value: torch.Tensor | None) -> Any:
+        parameter = value if self._parameter is None else self._parameter()
+        if parameter is None or value is None:
             return None
         if self.takes_gradient and is_captured(get_gradient_edge(parameter).node):
-            return self.hook(given)
+            return self.hook(value)
         self._later(self, parameter)
         return None
 
@@ -121,18 +121,18 @@ def postponed(parameter: torch.Tensor) -> list[Postponed]:
 
 
 @contextmanager
-def muted(parameters: Iterable[torch.Tensor], known: Collection[int] | None = None) -> Iterator[None]:
+def muted(parameters: Iterable[torch.Tensor], user_hooks: Collection[int] | None = None) -> Iterator[None]:
     """Inside, users' hooks on gradients are not called, since an optimizer may step in them.
 
-    known: ids of `register_hook` hooks that are users'; others belong to a method. None: all are users'.
+    user_hooks: ids of `register_hook` hooks that are users'; others belong to a method. None: all are users'.
     """
     muted_hooks: list[tuple[dict[int, Any], int, Any]] = []
     with torch._C.DisableTorchFunctionSubclass():
         hooks_of = [(parameter._backward_hooks, parameter._post_accumulate_grad_hooks) for parameter in parameters]
         for hooks, is_before in [(of, of is before) for before, after in hooks_of for of in (before, after) if of]:
             users = {key: hook for key, hook in hooks.items() if isinstance(hook, Postponed) or not is_own(hook)}
-            if is_before and known is not None:
-                users = {key: hook for key, hook in users.items() if id(getattr(hook, "hook", hook)) in known}
+            if is_before and user_hooks is not None:
+                users = {key: hook for key, hook in users.items() if id(getattr(hook, "hook", hook)) in user_hooks}
             muted_hooks += [(hooks, key, hook) for key, hook in users.items()]
             hooks.update(dict.fromkeys(users, expects_none(lambda given: None)))
     try:

@@ -136,8 +136,8 @@ def not_as_written(
         rows = None if layout is None else layout.rows.get(name)
         if name in changes and not changes[name].is_in(whole_tensor(value, rows, group)):
             lost.append(name)
-    found: list[str] = sum(gather_objects(lost), start=[])
-    return found[0] if found else None
+    names: list[str] = sum(gather_objects(lost), start=[])
+    return names[0] if names else None
 
 
 def _reader(

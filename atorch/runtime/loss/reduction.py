@@ -14,8 +14,8 @@ apart, without gradient. Rules that do not explain the loss of the two are dropp
 model's root in eval mode, since dropout would not draw the same twice. A named rule saves the runs, and one flag a step
 while several rules remain. The same rules weight the losses of several processes: see `rescaling`.
 
-A loss that is not a weighted sum of its parts' (contrastive losses, rankings) can be computed in a pipeline from
-all micro-batches together: see `Gathered`.
+Contrastive losses and rankings are not a weighted sum of their parts'. A pipeline can compute such a loss from all
+micro-batches together: see `Gathered`.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ class ForwardHistory:
     def __init__(self) -> None:
         self.kind: Any = None
         """The kind of the arguments of the last call."""
-        self.known: Collection[Any] = ()
+        self.ignored_kinds: Collection[Any] = ()
         """Kinds whose arguments are not kept."""
         self._kept: list[tuple[int, Any]] = []
 
@@ -66,9 +66,9 @@ class ForwardHistory:
         """Arguments of the call that returned `output`, (positional, by keyword); None if none are kept."""
         return next((call for output_id, call in reversed(self._kept) if output_id == id(output)), None)
 
-    def forget(self, known: Collection[Any]) -> None:
+    def forget(self, kinds: Collection[Any]) -> None:
         """Drop all arguments, and keep none of these kinds from now on."""
-        self.known, self._kept = known, []
+        self.ignored_kinds, self._kept = kinds, []
 
 
 def _noting(call: Callable[..., Any], calls: ForwardHistory) -> Callable[..., Any]:
@@ -76,7 +76,7 @@ def _noting(call: Callable[..., Any], calls: ForwardHistory) -> Callable[..., An
         output = call(self, *args, **kwargs)
         if torch.is_grad_enabled():
             calls.kind = kind_of((args, kwargs))
-            if calls.kind not in calls.known:
+            if calls.kind not in calls.ignored_kinds:
                 calls.note(args, kwargs, output)
         return output
 

@@ -270,11 +270,11 @@ class RankWeighted:
         return with_value(loss, _multiplied(value, share.factor))
 
 
-def by_kind(known: dict[Any, T], kind: Any, make: Callable[[], T]) -> T:
+def by_kind(cache: dict[Any, T], kind: Any, make: Callable[[], T]) -> T:
     """The value for this kind of data, made at its first use; beyond `KINDS` kinds, that of the first kind."""
-    if kind not in known and len(known) == KINDS:
-        kind = next(iter(known))
-    return known[kind] if kind in known else known.setdefault(kind, make())
+    if kind not in cache and len(cache) == KINDS:
+        kind = next(iter(cache))
+    return cache[kind] if kind in cache else cache.setdefault(kind, make())
 
 
 def _multiplied(value: Tensor, factor: Callable[[], float]) -> Tensor:

@@ -10,12 +10,12 @@ The state has buffers and other attributes of modules (counters, tensors, lists 
 or replaced. It has the generators of Python and numpy, and those that a module holds or that are among the arguments.
 Torch's own generators are left to `torch.utils.checkpoint`. State reached otherwise (globals, closures) is not covered.
 
-Selective recomputation keeps results of products with weights and of attention, which do nearly all of a block's work,
-while norms, activations and dropout take much of its memory. So little is computed twice (Korthikanti et al. 2022,
-arXiv 2205.05198, section 5; unlike there, attention is kept, since fused attention saves no scores). It uses torch's
+Selective recomputation keeps results of products with weights and of attention, which do nearly all of a block's work.
+Norms, activations and dropout take much of its memory. So little is computed twice (Korthikanti et al. 2022, arXiv
+2205.05198, section 5; unlike there, attention is kept, since fused attention saves no scores). It uses torch's
 selective checkpointing. Products of activations with one another (`bmm`, in eager attention) are recomputed, since
-their results grow with the square of the sequence. So is attention with dropout: with a kept result it would draw no
-random numbers in the recompute, and all later ones of the block would differ from forward's.
+their results grow with the square of the sequence. So is attention with dropout. With a kept result it would draw no
+random numbers in the recompute, and the block's later ones would differ from forward's.
 """
 
 from __future__ import annotations

@@ -86,11 +86,11 @@ class HostOptimizer(ShadowOptimizer):
         away: Collection[Tensor] = (),
         values: MutableMapping[Tensor, Tensor] | None = None,
     ) -> None:
-        given = materialized(groups)
+        param_groups = materialized(groups)
         self.share, self._away = share, away
-        self._chosen = set(_choose(given, share, away))
+        self._chosen = set(_choose(param_groups, share, away))
         self._values: MutableMapping[Tensor, Tensor] = {} if values is None else values
-        super().__init__(make_inner, given)
+        super().__init__(make_inner, param_groups)
         self._device = next((local(parameter).device for parameter in self.stand_ins), torch.device("cpu"))
         if self._device.type != "cpu":
             with self._stand_ins_shown():
@@ -123,7 +123,7 @@ class HostOptimizer(ShadowOptimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the inner optimizer, and step the same share of its parameters on the host."""
-        if not any(param_group is known for known in self.inner.param_groups):
+        if not any(param_group is group for group in self.inner.param_groups):
             (param_group,) = materialized([param_group])
             self._chosen.update(_choose([param_group], self.share, self._away))
         super().add_param_group(param_group)

@@ -276,7 +276,7 @@ class _Call:
     modules: list[nn.Module]  # the owners and all modules inside them
     spec: TreeSpec
     places: list[int]  # index in the inputs of each leaf of the arguments
-    given: tuple[tuple[Any, ...], _Kwargs] | None
+    arguments: tuple[tuple[Any, ...], _Kwargs] | None
     draws: bool  # True: a recompute draws the same random numbers
     state: ForwardState | None = None  # before forward
     keeping: AbstractContextManager[Any] = field(default_factory=nullcontext)  # around the forward pass
@@ -284,12 +284,12 @@ class _Call:
     context: Context = field(default_factory=copy_context)  # of the forward pass
 
     def __call__(self, *inputs: Any) -> Any:
-        if self.given is None:
+        if self.arguments is None:
             args, kwargs = tree_unflatten([inputs[place] for place in self.places], self.spec)
             assert self.state is not None
             with self.state.as_before(), self.handing_out:
                 return self.context.copy().run(self.run, args, kwargs, recomputing=True, count=-1)
-        (args, kwargs), self.given = self.given, None  # from here on only autograd keeps the inputs
+        (args, kwargs), self.arguments = self.arguments, None  # from here on only autograd keeps the inputs
         self.state = ForwardState(self.modules, inputs, self.draws)
         # In the recompute of an outer checkpoint a forward does not count, since its own recompute counts down.
         again = is_recomputing()

@@ -304,11 +304,11 @@ def empty_states(
     saved: Mapping[str, Mapping[str, tuple[tuple[int, ...], torch.dtype]]],
 ) -> dict[str, Any]:
     """The local state of an optimizer with memory for saved states, of which `saved` has shape and dtype by name."""
-    own, state = local_state_dict(optimizer), dict[int, dict[str, Tensor]]()
+    local_state, state = local_state_dict(optimizer), dict[int, dict[str, Tensor]]()
     for number, owner in enumerate(itertools.chain.from_iterable(_owners(optimizer, held))):
         numel = math.prod(owner.local_shape)
         device = (local(owner.tensor) if owner.place is None else owner.place[0].master).device
-        start, stop = _range(own, number) or (0, numel)
+        start, stop = _range(local_state, number) or (0, numel)
         entry = state.setdefault(number, {})
         for key, (shape, dtype) in saved.get(owner.name, {}).items() if stop > start or not numel else ():
             if shape != owner.shape or stop - start < numel:
@@ -316,7 +316,7 @@ def empty_states(
                 entry[key] = torch.empty(cut, dtype=dtype, device=device)
             else:
                 entry[key] = _as(owner.tensor, torch.empty(owner.local_shape, dtype=dtype, device=device))
-    return {**own, "state": state}
+    return {**local_state, "state": state}
 
 
 def load_states(

@@ -68,7 +68,7 @@ class ShadowOptimizer(WrappedOptimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, with new stand-ins, to the inner optimizer; a group that it already has is left alone."""
-        if any(param_group is known for known in self.inner.param_groups):
+        if any(param_group is group for group in self.inner.param_groups):
             return
         (converted,) = _converted([param_group], self._stand_in_of)
         originals = self._originals()
@@ -83,8 +83,8 @@ class ShadowOptimizer(WrappedOptimizer):
         with self._stand_ins_shown():
             saved = self.inner.state_dict()
         places, numbers, groups = itertools.count(), itertools.count(), []
-        known = {place for group in saved["param_groups"] for place in group["params"]}
-        state = {key: entry for key, entry in saved["state"].items() if key not in known}
+        listed = {place for group in saved["param_groups"] for place in group["params"]}
+        state = {key: entry for key, entry in saved["state"].items() if key not in listed}
         for group, shown in zip(saved["param_groups"], self._shown, strict=True):
             groups.append({**group, "params": list(itertools.islice(numbers, len(shown)))})
             for number, parameter in zip(groups[-1]["params"], shown, strict=True):
@@ -141,8 +141,8 @@ class ShadowOptimizer(WrappedOptimizer):
     def _load(self, saved: dict[str, Any]) -> None:
         """Load a state that is of what this process steps."""
         places, groups = itertools.count(), []
-        known = {number for group in saved["param_groups"] for number in group["params"]}
-        state = {key: entry for key, entry in saved["state"].items() if key not in known}
+        listed = {number for group in saved["param_groups"] for number in group["params"]}
+        state = {key: entry for key, entry in saved["state"].items() if key not in listed}
         for group, shown in zip(saved["param_groups"], self._shown, strict=True):
             groups.append({**group, "params": []})
             for number, parameter in zip(group["params"], shown, strict=True):

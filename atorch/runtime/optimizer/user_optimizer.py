@@ -73,9 +73,9 @@ def _origin(kind: type[Any]) -> type[Any]:
     """The class whose step `kind` takes over: its base, as long as only the constructor differs."""
     while kind not in _OF_TORCH and kind is not object:
         base = kind.__base__
-        own = {name for name in vars(kind) if not name.startswith("__")} - {"step"}
+        overrides = {name for name in vars(kind) if not name.startswith("__")} - {"step"}
         # torch wraps `step` for its profiler, in the class of the first instance.
-        if own or base is None or inspect.unwrap(kind.step) is not inspect.unwrap(getattr(base, "step", kind)):
+        if overrides or base is None or inspect.unwrap(kind.step) is not inspect.unwrap(getattr(base, "step", kind)):
             break
         kind = base
     return kind
@@ -140,8 +140,8 @@ def materialized(groups: Iterable[Any]) -> list[Any]:
 
 def as_groups(groups: Iterable[Any]) -> list[dict[str, Any]]:
     """As `materialized`, with bare entries in one group."""
-    given = materialized(groups)
-    return given if given and isinstance(given[0], dict) else [{"params": given}]
+    listed = materialized(groups)
+    return listed if listed and isinstance(listed[0], dict) else [{"params": listed}]
 
 
 def entries_of(params: Any) -> list[Any]:
@@ -153,21 +153,22 @@ def tensor_of(entry: Any) -> Any:
     return entry[1] if isinstance(entry, tuple) and len(entry) == 2 else entry
 
 
-def need_own(parameter: torch.Tensor, own: set[int], given: str, model: str) -> None:
+def need_own(parameter: torch.Tensor, ids: set[int], source: str, model: str) -> None:
     """Raise for a parameter that the model does not have, since it would not be reduced.
 
     Args:
-        own: ids of the model's parameters.
-        given: the source of the parameter for the message, as in "optim_param_func gave".
+        ids: ids of the model's parameters.
+        source: the source of the parameter for the message, as in "optim_param_func gave".
         model: the user's expression for the model.
 
     Raises:
         ArgumentError: the model does not have it.
     """
-    if id(parameter) not in own:
+    if id(parameter) not in ids:
         raise ArgumentError(
-            f"{given} a parameter of shape {tuple(parameter.shape)} that the model does not have (any more: a strategy "
-            f"may replace parameters); take them from {model}, and make what else is to be trained a submodule of it"
+            f"{source} a parameter of shape {tuple(parameter.shape)} that the model does not have (any more: a "
+            f"strategy may replace parameters); take them from {model}, and make what else is to be trained a "
+            "submodule of it"
         )
 
 
@@ -193,9 +194,9 @@ def keep_to(model: nn.Module, optimizer: Optimizer) -> None:
 
 
 def _take(model: nn.Module, new: Sequence[torch.Tensor]) -> None:
-    own, take = set(map(id, model.parameters())), getattr(model, "take_parameters", None)
+    ids, take = set(map(id, model.parameters())), getattr(model, "take_parameters", None)
     for parameter in new:
-        need_own(parameter, own, "optim.add_param_group was given", "result.model")
+        need_own(parameter, ids, "optim.add_param_group was given", "result.model")
         if take is None:
             raise ArgumentError(
                 f"optim.add_param_group was given a parameter of shape {tuple(parameter.shape)} that the model did not "

@@ -1,9 +1,9 @@
 """An optimizer around another one, which learning-rate schedulers and users can treat as the inner one; fused steps.
 
-If the user set neither `fused` nor `foreach`, the optimizer uses torch's fused kernel for its parameters, one pass
-instead of a dozen; results differ only by rounding. The kernels run linearly through memory. A CPU's silently gives
-wrong numbers if a gradient or state has another memory order than its parameter, and none takes sparse gradients. So
-each step checks first, and a group with such tensors uses torch's default implementation from then on.
+If the user set neither `fused` nor `foreach`, the optimizer uses torch's fused kernel: one pass instead of a dozen.
+Results differ only by rounding. The kernels run linearly through memory. A CPU's silently gives wrong numbers if a
+gradient or state has another memory order than its parameter, and none takes sparse gradients. So each step checks
+first, and a group with such tensors uses torch's default implementation from then on.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class WrappedOptimizer(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the inner optimizer; a group that it already has is left alone."""
-        if not any(param_group is known for known in self.inner.param_groups):
+        if not any(param_group is group for group in self.inner.param_groups):
             self.inner.add_param_group(param_group)
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -119,8 +119,8 @@ class PipelinedLoss:
 
     count_of: returns the number of micro-batches for a number of rows, which it divides.
     over_ranks: returns the weight of a rank's loss among those of ranks with other samples, by the same rule.
-    loss_weight, tolerance, replicas (its group): see `LossWeight`. Where no rule explains the loss, the last stage runs
-        it once on the outputs of all micro-batches, and keeps all of them until the first backward.
+    loss_weight, tolerance, replicas (its group): see `LossWeight`. If no rule explains the loss, the last stage runs it
+        once on the outputs of all micro-batches. It keeps all of them until the first backward.
     """
 
     def __init__(

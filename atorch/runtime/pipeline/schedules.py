@@ -46,11 +46,11 @@ Users = Mapping[Node, list[Node]]
 def comes_apart(outputs: Iterable[Any], inputs: Iterable[Any], weights: Iterable[Any]) -> bool:
     """True if torch can split backward from `outputs`: gradients of `inputs` now, and of the leaves `weights` later.
 
-    On its way to the inputs (the *stem*) torch records the gradient at each *branch*: an operation with a path to a
-    weight that leaves the stem. It later starts there (`stage_backward_weight`). This second walk frees buffers too
-    early if weights share some branches but not all, or if one branch of a weight reaches another. So a weight that is
-    used twice, one use after the other, prevents the split, as do position biases that all blocks share. A weight
-    whose paths meet those of no input has no branch, and would get no gradient.
+    On its way to the inputs (the *stem*) torch records the gradient at each *branch*. A branch is an operation with a
+    path to a weight that leaves the stem. It later starts there (`stage_backward_weight`). This second walk frees
+    buffers too early if weights share some branches but not all, or if one branch of a weight reaches another. So a
+    weight that is used twice, one use after the other, prevents the split, as do position biases that all blocks share.
+    A weight whose paths meet those of no input has no branch, and would get no gradient.
     """
     users = _users(_nodes(outputs))
     stem = _walk(_nodes(inputs), lambda node: users.get(node, ()))

@@ -253,14 +253,14 @@ def _hollow(part: nn.Module, kept: set[str], stage: ModelStage) -> None:
                     vars(module)[name] = Away.of(its_path, tensor, stage.device, stage.passes_by)
 
 
-def _structure(model: nn.Module, before: set[str], own: set[str]) -> nn.Module:
-    """A copy of the model that shares its parameters, except those both in `before` (of earlier stages) and in `own`.
+def _structure(model: nn.Module, before: set[str], inside: set[str]) -> nn.Module:
+    """A copy of the model that shares its parameters, except those in `inside` and in `before` (of earlier stages).
 
     It copies buffers, too: stages change them at different times.
     """
     named = list(model.named_parameters(remove_duplicate=False))
     copied = {id(parameter) for name, parameter in named if name in before}
-    copied &= {id(parameter) for name, parameter in named if name in own}
+    copied &= {id(parameter) for name, parameter in named if name in inside}
     memo: dict[int, Any] = {id(parameter): parameter for _, parameter in named if id(parameter) not in copied}
     return duplicate(model, memo)
 

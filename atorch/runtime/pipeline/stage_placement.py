@@ -1,7 +1,7 @@
 """Stages on processes: any placement, the order of their passes, and the parameters that several stages hold.
 
-A process may have several stages, anywhere in the model. A simulation of the step gives the order of its passes: a
-forward pass takes one unit of time, a backward pass two, and a free process runs the first pass that is ready. Backward
+A process may have several stages, anywhere in the model. A simulation of the step gives the order of its passes. A
+forward pass takes one unit of time, a backward pass two. A free process runs the first pass that is ready. Backward
 passes come before forward passes (1F1B, Narayanan et al. 2021, arXiv 2104.04473) or, in rounds, after all forward
 passes of a round (GPipe, Huang et al. 2018, arXiv 1811.06965). A micro-batch starts when fewer than `active` are in
 flight.
@@ -163,15 +163,15 @@ class Ties:
                 for gradient in gradients:
                     gradient.copy_(total)
 
-    def _exchanged(self, own: Tensor, places: Sequence[int]) -> list[Tensor]:
+    def _exchanged(self, local: Tensor, places: Sequence[int]) -> list[Tensor]:
         """The tensors of all processes in `places`, in that order."""
         here, group = self._group.rank(), self._group
-        tensors = [own if place == here else torch.empty_like(own) for place in places]
+        tensors = [local if place == here else torch.empty_like(local) for place in places]
         exchanges = [
             dist.P2POp(operation, tensor, group=group, group_peer=place)
             for place, other in zip(places, tensors, strict=True)
             if place != here
-            for operation, tensor in ((dist.isend, own), (dist.irecv, other))
+            for operation, tensor in ((dist.isend, local), (dist.irecv, other))
         ]
         for work in dist.batch_isend_irecv(exchanges) if exchanges else ():
             work.wait()

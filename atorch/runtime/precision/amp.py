@@ -218,8 +218,8 @@ class ScaledOptimizer(WrappedOptimizer):
         first, *others = map(dict, state_dict["param_groups"])
         flat = caller_in_torch().get("state_dict", {})  # of flatten_optimizer_state_dict
         scales = [first.pop("loss_scale", None), *(value for key, value in flat.items() if key.endswith(".loss_scale"))]
-        known = next((scale for scale in scales if scale is not None), None)
-        state_dict = {"loss_scale": known, **state_dict, "param_groups": [first, *others]}
+        scale_state = next((scale for scale in scales if scale is not None), None)
+        state_dict = {"loss_scale": scale_state, **state_dict, "param_groups": [first, *others]}
         if (saved := state_dict.pop("loss_scale")) is not None:
             self.scale.load_state_dict(saved)
         super().load_state_dict(state_dict)

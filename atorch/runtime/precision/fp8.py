@@ -1,12 +1,12 @@
 """Linear layers that multiply in 8-bit floats and keep their parameters as they are.
 
 Hardware of compute capability 8.9 computes twice as many fp8 as bf16 products a second. A tensor needs a scale to fit
-the range: e4m3 has 3 bits of mantissa and reaches 448, e5m2 has 2 and reaches 57344 (Micikevicius et al. 2022, arXiv
+the range. e4m3 has 3 bits of mantissa and reaches 448, e5m2 has 2 and reaches 57344 (Micikevicius et al. 2022, arXiv
 2209.05433). Inputs and weights are e4m3; gradients are e5m2 under "HYBRID" and e4m3 under "E4M3".
 
 There are two backends. transformer-engine ("te") takes the scale from the largest values of past steps (delayed
 scaling). So each layer has a state, and the model's forward runs inside its autocast. torchao takes the scale from the
-current tensor, or from each of its rows, by one more pass over it, without state or a context around forward. It
+current tensor, or from each of its rows, by one more pass over it. It needs no state and no context around forward. It
 supports torch.compile and recomputation. It can also emulate fp8 on devices without an fp8 matmul (CPUs): quantize, and
 multiply in the old dtype.
 

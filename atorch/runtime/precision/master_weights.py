@@ -147,11 +147,11 @@ class MasterWeights(ShadowOptimizer):
     def _load(self, saved: dict[str, Any]) -> None:
         """Load a state, and the parameters' values from its masters; without any, masters and parameters stay."""
         super()._load(without_masters(saved))
-        found = [(parameter, entry[MASTER]) for parameter, entry in self._entries(saved) if _has_master(entry)]
-        for parameter, value in found:
+        masters = [(parameter, entry[MASTER]) for parameter, entry in self._entries(saved) if _has_master(entry)]
+        for parameter, value in masters:
             if parameter in self.stand_ins:
                 self.stand_ins[parameter].copy_(value)
-        if found:
+        if masters:
             self._round(list(self.stand_ins.items()))
 
     def _joined(self, parameter: torch.Tensor, made: Sequence[Any]) -> Any:

@@ -115,8 +115,8 @@ class TokenPartition:
 class Tokens(DimSharding):
     """A dim of `outer` × tokens × `inner` elements; the tokens are those from `start` to `stop` of `count`.
 
-    Causal language models take their loss of all tokens but the last: `logits[:, :-1]`. A rank then keeps the logits
-    of all of its tokens, and ignores those outside of the window: labels are cut to match, logits are not.
+    Causal language models take their loss of all tokens but the last: `logits[:, :-1]`. A rank then keeps the logits of
+    all of its tokens, and ignores those outside of the window. Labels are cut to match, logits are not.
     """
 
     share: TokenPartition

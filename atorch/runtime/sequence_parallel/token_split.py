@@ -6,9 +6,9 @@ Attention mixes tokens, and `exchange` lets it do so over ranks. Everything else
 trial checks that before anything is changed. The stream stays split between blocks. Each block cuts tables of
 positions, which it gets whole. The last block's output is gathered when a caller needs all of it (`split_tokens`).
 
-Outside of the blocks, modules with one tensor argument (embeddings, final norms, heads) run once on all tokens of a
-small batch and once on a rank's. If every rank gets its part of the whole result, the module takes the rank's tokens
-from then on. All other modules stay unchanged. Fake tensors have no values, so shapes decide (`token_dependence`).
+Outside of the blocks, modules with one tensor argument (embeddings, final norms, heads) run twice: on all tokens of a
+small batch, and on a rank's. If every rank gets its part of the whole result, the module takes the rank's tokens from
+then on. All other modules stay unchanged. Fake tensors have no values, so shapes decide (`token_dependence`).
 """
 
 from __future__ import annotations
@@ -234,9 +234,9 @@ class ByToken:
 
     place: str
     """The place of the argument that is cut by tokens."""
-    given: int
+    input_dim: int
     """Its dim of tokens, counted from the first."""
-    made: int
+    output_dim: int
     """The result's dim of tokens."""
     draws: bool
     """True if it draws random numbers in training."""
@@ -276,17 +276,17 @@ def _by_token(original: Callable[..., Any], way: ByToken, share: TokenPartition)
         tensor = tensors.get(way.place)
         if tensor is None or len(tensors) > 1 or not _can_be_cut(tensor, way, share):
             return original(self, *args, **kwargs)
-        args, kwargs = changed((args, kwargs), partial(own_tokens, share=share), {way.place: way.given})
-        return split_tokens(original(self, *args, **kwargs), share, way.made)
+        args, kwargs = changed((args, kwargs), partial(own_tokens, share=share), {way.place: way.input_dim})
+        return split_tokens(original(self, *args, **kwargs), share, way.output_dim)
 
     return call
 
 
 def _can_be_cut(tensor: Tensor, way: ByToken, share: TokenPartition) -> bool:
-    if torch.compiler.is_compiling() or tensor.dim() <= way.given or tensor.shape[way.given] % share.pieces:
+    if torch.compiler.is_compiling() or tensor.dim() <= way.input_dim or tensor.shape[way.input_dim] % share.pieces:
         return False
     if isinstance(tensor, SplitTensor) and isinstance(tensor._layout, Tokens):
-        return is_by_tokens(tensor, way.given)
+        return is_by_tokens(tensor, way.input_dim)
     return not tensor.requires_grad  # a gathered stream is not cut again
 
 

@@ -1,7 +1,7 @@
 """Rows of each parameter that each rank of the tensor axis works with: plain data, with no tensors and no modules.
 
-A *group* is the region between one fork and one sum: parameters split by columns, whose results meet in one parameter
-split by rows (Shoeybi et al. 2019, arXiv 1909.08053, section 3). Every name is relative to the block.
+A *group* is the region between one fork and one sum. It has parameters split by columns, whose results meet in one
+parameter split by rows (Shoeybi et al. 2019, arXiv 1909.08053, section 3). Every name is relative to the block.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Selection of a model's layout from all possible splits, for the whole model at once.
 
 `counted` counts the work that each group of a block spares a rank, and the elements that all ranks send for it.
-`choose` is a small integer program: a variable for each split is 1 if it is made, and splits that take the same
-parameter exclude each other. Goals are ordered; each decides among the optima of those before it.
+`choose` is a small integer program. A variable for each split is 1 if it is made. Splits that take the same parameter
+exclude each other. Goals are ordered; each decides among the optima of those before it.
 
 - Without a bound on memory: spare the most work, then the most memory, then send the least.
 - With a bound on a rank's parameters: send the least, so that only splits that the bound needs are made.

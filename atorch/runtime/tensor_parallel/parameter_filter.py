@@ -1,6 +1,6 @@
 """Splits of selected parameters: a layout restricted to them, and layers that are split by themselves.
 
-A linear layer is split by columns and its result gathered; a table has each rank look up its own rows, and the results
+A linear layer is split by columns and its result gathered. In a table each rank looks up its own rows, and the results
 are summed. Both need that no other module uses the parameter, which one recorded evaluation shows.
 """
 

@@ -2,10 +2,11 @@
 
 Logits of a rank's own samples or tokens: each rank computes a number a row, and all gather these.
 
-Logits of a rank's columns: each rank computes a few numbers a row from its columns: their log-sum-exp, the target's
-logit if it has that column, and, for smoothed labels, the sum of the logits. One all-gather of these, as long as there
-are rows, gives every rank the loss; backward needs no communication. (Shoeybi et al. 2019, arXiv 1909.08053, section 3,
-send as little by three all-reduces. torch's `loss_parallel` takes DTensors, which do not mix with plain tensors.)
+Logits of a rank's columns: each rank computes a few numbers a row. They are the log-sum-exp of its columns, the
+target's logit if it has that column, and, for smoothed labels, the sum of the logits. One all-gather of these, as long
+as there are rows, gives every rank the loss; backward needs no communication. (Shoeybi et al. 2019, arXiv 1909.08053,
+section 3, send as little by three all-reduces. torch's `loss_parallel` takes DTensors, which do not mix with plain
+tensors.)
 
 Results are whole on every rank, except those of `log_softmax`. NotImplemented: no split version exists for these
 arguments.

@@ -169,18 +169,18 @@ def _check_part(
     _need_part(metadata.get("part"), [(state[name], cut[name]) for name in cut.keys() & state.keys()], part)
 
 
-def _need_part(given: int | None, values: Sequence[tuple[Any, tuple[int, ...]]], part: int) -> None:
+def _need_part(saved: int | None, values: Sequence[tuple[Any, tuple[int, ...]]], part: int) -> None:
     """Raise unless a state dict is of this process's part, by its own number or those of its values.
 
     values: those of split parameters, with the shape of the whole parameter.
     """
-    if {given, *(getattr(value, "part", None) for value, _ in values)} - {part, None}:
+    if {saved, *(getattr(value, "part", None) for value, _ in values)} - {part, None}:
         raise CheckpointError(
             "load_state_dict was given another part of the model than this process holds, from another process or "
             "another number of them. Let each process load what it saved itself. Or save atorch.whole_state(model) "
             "and load it by atorch.load_whole_state, or use atorch.save_checkpoint and load_checkpoint"
         )
-    if given is None and any(tuple(value.shape) == shape and not hasattr(value, "part") for value, shape in values):
+    if saved is None and any(tuple(value.shape) == shape and not hasattr(value, "part") for value, shape in values):
         raise CheckpointError(
             "load_state_dict was given whole tensors, or shards of them in the model's order (torch's full_state_dict "
             "makes such), and this process has other rows under tensor_parallel. Load the model by "
@@ -211,8 +211,8 @@ def _mark_states(optimizer: Optimizer, part: int, cut: Mapping[int, tuple[int, .
     def load_state_dict(state_dict: dict[str, Any]) -> None:
         owner: Any = itself()
         if any(
-            "lr" in own and "lr" not in given
-            for own, given in zip(owner.param_groups, state_dict["param_groups"], strict=False)
+            "lr" in group and "lr" not in saved
+            for group, saved in zip(owner.param_groups, state_dict["param_groups"], strict=False)
         ):
             raise CheckpointError(
                 "load_state_dict was given no settings for this process's parameters, such as lr: dcp.save keeps one "

@@ -108,10 +108,10 @@ def entry_of(folder: Path, name: str, saves: Sequence[str], entry: str) -> Path:
     return next(paths, folder / entry)
 
 
-def settle(own: Staged) -> None:
+def settle(staged: Staged) -> None:
     """Finish earlier saves of the name that were killed during the move; all processes call it."""
-    for save in whole_saves(own.folder, own.name):
-        replace(own, save=save).place()
+    for save in whole_saves(staged.folder, staged.name):
+        replace(staged, save=save).place()
 
 
 def is_saved(name: str) -> bool:

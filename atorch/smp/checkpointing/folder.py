@@ -228,8 +228,8 @@ def _fields(value: Any) -> dict[Any, Any] | None:
     return None
 
 
-def _write_parts(own: Staged, tag: str, model: Any, optimizer: Any, user_content: Any) -> None:
-    folder, target = own.part / own.name, _part_folder(own.folder, tag)
+def _write_parts(staged: Staged, tag: str, model: Any, optimizer: Any, user_content: Any) -> None:
+    folder, target = staged.part / staged.name, _part_folder(staged.folder, tag)
     folder.mkdir(exist_ok=True)
     if local_rank() == 0:
         path = str(folder / "user_content.pt")
@@ -239,16 +239,16 @@ def _write_parts(own: Staged, tag: str, model: Any, optimizer: Any, user_content
             state = owner.local_state_dict()  # a collective if replicas shard states
             if rdp_rank() == 0:
                 known_as = PartialFiles(f"{target}/{name}_", ".pt")
-                PartialFiles(f"{folder}/{name}_", ".pt").write(state, own.save, known_as)
+                PartialFiles(f"{folder}/{name}_", ".pt").write(state, staged.save, known_as)
 
 
-def _write_whole(own: Staged, tag: str, model: Any, optimizer: Any, user_content: Any) -> None:
+def _write_whole(staged: Staged, tag: str, model: Any, optimizer: Any, user_content: Any) -> None:
     content = f"user_content_{tag}"
     if rank() == 0:
-        write_file(user_content, str(own.part / content), is_refused=True, known_as=str(own.folder / content))
+        write_file(user_content, str(staged.part / content), is_refused=True, known_as=str(staged.folder / content))
     state = model.state_dict()
     if rank() == 0:
-        write_file(state, str(own.part / tag), known_as=str(own.folder / tag))
+        write_file(state, str(staged.part / tag), known_as=str(staged.folder / tag))
 
 
 def _note(folder: Path, tag: str, partial: bool, num_kept: int | None) -> list[str]:

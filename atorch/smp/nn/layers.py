@@ -73,12 +73,12 @@ class DistributedEmbedding(DistributedModule, nn.Embedding):
             self.weight[self.padding_idx].zero_()
 
 
-def refuse(cls: str, given: Mapping[str, Any], neutral: Mapping[str, Any]) -> None:
+def refuse(cls: str, settings: Mapping[str, Any], neutral: Mapping[str, Any]) -> None:
     """Raise an ArgumentError for an argument that asks for an unsupported feature.
 
     neutral: the accepted values, which ask for nothing, by name.
     """
-    for name, value in given.items():
+    for name, value in settings.items():
         if value != neutral[name]:
             raise ArgumentError(
                 f"{cls} was given {name} {shown(value)}, which atorch.smp has not; leave it at {neutral[name]!r}"

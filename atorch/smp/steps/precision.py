@@ -66,14 +66,14 @@ class DynamicScale:
     """True if a good step resets the count of skipped steps; else growth of the scale resets it."""
 
     @classmethod
-    def of(cls, given: Mapping[str, Any]) -> DynamicScale:
+    def of(cls, settings: Mapping[str, Any]) -> DynamicScale:
         """The settings from keyword arguments.
 
         Raises:
             ArgumentError: a setting is unknown or invalid.
         """
         names = [field.name for field in fields(cls)]
-        for name, value in given.items():
+        for name, value in settings.items():
             if name not in names:
                 raise ArgumentError(
                     f"smp.DistributedOptimizer was given {name}, and a dynamic loss scale has no such setting; "
@@ -89,7 +89,7 @@ class DynamicScale:
                 holds, what = is_number and value > 1, "a number above 1"
             if not holds:
                 raise ArgumentError(f"smp.DistributedOptimizer was given {shown(value)} as {name}; it is {what}")
-        return cls(**given)
+        return cls(**settings)
 
     def scale(self) -> LossScale:
         return LossScale(

@@ -1,7 +1,7 @@
 """Runs the micro-batches of a step through the parts of a model, and averages gradients over replicas.
 
 If a process raises in a step, all raise. It continues with zeros, so that its pipeline and the other replicas do not
-block, and the exchange at the end of the step reports the error.
+block. The exchange at the end of the step reports the error.
 """
 
 from __future__ import annotations

@@ -178,7 +178,7 @@ def test_what_lies_in_another_order_is_stepped_right(name: str, what: str) -> No
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 @pytest.mark.parametrize("make", [partial(SGD, lr=0.1), partial(Adagrad, lr=0.1)], ids=["sgd", "adagrad"])
-def test_sparse_gradients_are_stepped_as_before(make: object, caplog: pytest.LogCaptureFixture) -> None:
+def test_sparse_gradients_are_stepped_as_before(make: object) -> None:
     ends = []
     for make_one in (make, lambda groups: made(make, groups)):
         torch.manual_seed(0)

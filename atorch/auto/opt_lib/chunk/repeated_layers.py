@@ -175,8 +175,8 @@ class LayerTrace(TorchDispatchMode):
     def _count(self, index: int, modules: Iterable[nn.Module]) -> None:
         """Let integers of a block that differ from those of the block a period before record their uses."""
         block, before = self._stack.blocks[index], self._stack.blocks[index - self._stack.period]
-        for module, own, earlier in zip(modules, block.modules(), before.modules(), strict=False):
-            for name, value in vars(own).items():
+        for module, current, earlier in zip(modules, block.modules(), before.modules(), strict=False):
+            for name, value in vars(current).items():
                 if type(value) is int and value != vars(earlier)[name]:
                     vars(module)[name] = _Counting(value, lambda *use: self._noted.append(use))
 

@@ -1,10 +1,10 @@
 """Cuts a sequence of units into pipeline stages that minimize the time of the slowest stage.
 
-Every micro-batch passes all stages, so the slowest one limits all. A cut is a choice of boundaries, and the best cut
-of the last units into the last stages does not depend on the cuts before: a dynamic programme from the end finds it
-exactly (as in PipeDream, Harlap et al. 2018, arXiv 1806.03377, section 3.2). Costs and bytes only grow with a stage,
-so a search for its end stops early. Without a limit of bytes, the slowest of p stages takes at most the mean plus
-1 - 1/p of the largest unit (Bárány and Grolmusz 2013, arXiv 1308.2452).
+Every micro-batch passes all stages, so the slowest one limits all. A cut is a choice of boundaries. The best cut of the
+last units into the last stages does not depend on the cuts before. So a dynamic programme from the end finds it exactly
+(as in PipeDream, Harlap et al. 2018, arXiv 1806.03377, section 3.2). Costs and bytes only grow with a stage, so a
+search for its end stops early. Without a limit of bytes, the slowest of p stages takes at most the mean plus 1 - 1/p of
+the largest unit (Bárány and Grolmusz 2013, arXiv 1308.2452).
 
 Among the cuts with the fastest slowest stage, the result separates the fewest tied units. Further ties go to the most
 even cut (least sum of squares), then to the earliest boundaries. Every rank gets the same, from the same inputs.

@@ -1,6 +1,6 @@
 """A copy of a block with random weights, to analyse how its results depend on its parameters, and its products.
 
-The copy computes in fp32 and without dropout. Weights are drawn, not copied: a new model has zeros that hide
+The copy computes in fp32 and without dropout. Weights are drawn, not copied. A new model has zeros that hide
 dependences, and a trained one has units that are dead on a short sample.
 
 Products with parameters or with their views (transposes, chunks, one expert) are recorded as they are computed. The
