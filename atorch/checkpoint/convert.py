@@ -18,13 +18,14 @@ from torch import Tensor
 
 from atorch.checkpoint.boxes import Box, flat_boxes, whole_box
 from atorch.checkpoint.foreign import Source, read_dcp, settings
-from atorch.checkpoint.pretrained import MODEL, open_pretrained
+from atorch.checkpoint.pretrained import MODEL, indexed, model_files, open_pretrained
 from atorch.checkpoint.shard_file import check_name, dtype_name, open_regular, reporting
 from atorch.errors import CheckpointError, shown
 from atorch.files import AnyPath, FileKind, read_bytes
 from atorch.files.weights import UNREADABLE, read_weights
 
 _FSDP_MODEL, _FSDP_OPTIMIZER, _TORCH_MODEL = "pytorch_model_fsdp_0", "optimizer_0", "pytorch_model.bin"
+_TORCH_INDEX = f"{_TORCH_MODEL}.index.json"
 _DEEPSPEED_FILE = re.compile(r"(?:\w*zero_pp_rank_(\d{1,6})_)?mp_rank_(\d{2,6})_(model|optim)_states\.pt")
 _TAG = FileKind("latest", CheckpointError, 1024)
 _ADVICE = "read it with the program that wrote it, if you trust it"
@@ -61,14 +62,15 @@ def _read(given: Path, found: Source) -> None:
     elif "latest" in names or any(_DEEPSPEED_FILE.fullmatch(name) for name in names):
         _read_deepspeed(found, given)
     elif given.is_file() and given.suffix != ".safetensors":
-        _read_state_dict(found, given)
+        _read_state_dicts(found, {Path(os.path.realpath(given)): []})
     elif _FSDP_MODEL in names:
         taken = [name for name in (_FSDP_MODEL, _FSDP_OPTIMIZER) if name in names]
         for name in taken:
             read_dcp(found, _inner(given, name))
-    elif _TORCH_MODEL in names and not any(name.endswith(".safetensors") for name in names):
-        taken = [_TORCH_MODEL]
-        _read_state_dict(found, given / _TORCH_MODEL)
+    elif {_TORCH_MODEL, _TORCH_INDEX}.intersection(names) and not any(name.endswith(".safetensors") for name in names):
+        files = {_TORCH_MODEL: []} if _TORCH_MODEL in names else indexed(given / _TORCH_INDEX)
+        taken = [_TORCH_INDEX, *files]
+        _read_state_dicts(found, {Path(os.path.realpath(given / name)): listed for name, listed in files.items()})
     else:
         with open_pretrained(given) as model:
             if "aliases" in model.plain:
@@ -76,8 +78,8 @@ def _read(given: Path, found: Source) -> None:
             for name, (shape, dtype) in model.names.items():
                 form = dtype_name(name, dtype)
                 found.add(MODEL + name, shape, form, [(whole_box(shape), partial(model.read, name))])
-        others = re.compile(r"model_\d+\.safetensors")  # Accelerate's further models
-        taken = [name for name in names if name.endswith((".safetensors", ".json")) and not others.fullmatch(name)]
+        used = model_files(given)
+        taken = [name for name in names if name.endswith(".json") or Path(os.path.realpath(given / name)) in used]
     found.left_out += [name for name in names if name not in taken]
 
 
@@ -100,17 +102,20 @@ OF_DEEPSPEED: Mapping[str, Any] = {
 }
 
 
-def _read_state_dict(found: Source, path: Path) -> None:
-    os.close(open_regular(path)[0])
-    state = _need(read_weights(path, _ADVICE, mmap=True, classes={}), path)
+def _read_state_dicts(found: Source, files: Mapping[Path, Sequence[str]]) -> None:
+    """Add the tensors of a model's files of torch.save, with the names that an index lists in each."""
     seen: dict[Any, str] = {}
-    for name, value in state.items():
-        if not isinstance(value, Tensor):
-            found.left_out.append(str(name))
-        elif (first := seen.setdefault((value.data_ptr() or name, value.shape, value.stride()), name)) != name:
-            found.aliases[check_name(name)] = first
-        else:
-            _add_whole(found, name, value)
+    for path, listed in files.items():
+        state = _saved(path, {})
+        if lacking := next((name for name in listed if name not in state), None):
+            raise CheckpointError(f"{path} has no {lacking!r}, which the index lists in it; copy it again")
+        for name, value in state.items():
+            if not isinstance(value, Tensor):
+                found.left_out.append(str(name))
+            elif (first := seen.setdefault((value.data_ptr() or name, value.shape, value.stride()), name)) != name:
+                found.aliases[check_name(name)] = first
+            else:
+                _add_whole(found, name, value)
 
 
 def _add_whole(found: Source, name: Any, value: Any) -> None:
@@ -150,9 +155,9 @@ def _read_deepspeed(found: Source, folder: Path) -> None:
         raise CheckpointError(f"{folder} is no checkpoint of DeepSpeed: {type(error).__name__}: {error}") from None
 
 
-def _saved(path: Path) -> Mapping[Any, Any]:
+def _saved(path: Path, classes: Mapping[str, Any] = OF_DEEPSPEED) -> Mapping[Any, Any]:
     os.close(open_regular(path)[0])
-    return _need(read_weights(path, _ADVICE, mmap=True, classes=OF_DEEPSPEED), path)
+    return _need(read_weights(path, _ADVICE, mmap=True, classes=classes), path)
 
 
 def _add_deepspeed(found: Source, models: Sequence[Mapping[Any, Any]], optims: Sequence[Mapping[Any, Any]]) -> None:
