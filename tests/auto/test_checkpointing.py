@@ -10,9 +10,11 @@ import errno
 import itertools
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,7 +31,7 @@ from atorch.errors import ArgumentError, CheckpointError
 from tests.auto.scripts import Script
 from tests.auto.training import run_each
 from tests.language_models import gpt2, llama
-from tests.pool import Pool, on_ranks
+from tests.pool import Pool, RankFailure, on_ranks
 
 MESH = "parallel_mode"
 STRATEGIES: dict[str, tuple[int, list[Any]]] = {
@@ -571,6 +573,25 @@ def test_an_error_in_the_background_is_raised_by_the_next_call(rank: int, size: 
     assert atorch.load_checkpoint(tmp_path, result).step == 1
     atorch.save_checkpoint(tmp_path, result, 4, background=True)
     assert atorch.resume_or_start(tmp_path, result) == 4
+
+
+def waiting(rank: int, size: int, folder: str) -> None:
+    """Wait for a checkpoint in which rank 1 is killed."""
+    result, fsync = small_job(["ddp"]), os.fsync
+    with mock.patch.object(os, "fsync", fsync if rank == 0 else lambda handle: os.kill(os.getpid(), signal.SIGKILL)):
+        atorch.save_checkpoint(folder, result, 1, background=True)
+        began = time.monotonic()
+        with pytest.raises(ArgumentError, match="rank 1 did not come"):
+            atorch.wait_for_checkpoint(result)
+    assert result.checkpoint_writer.has_ended(5)
+    Path(folder, "seconds").write_text(f"{time.monotonic() - began}")
+
+
+def test_who_waits_for_a_checkpoint_notices_a_process_that_ends(pool: Pool, tmp_path: Path) -> None:
+    with pytest.raises(RankFailure):
+        pool.run(waiting, str(tmp_path))
+    assert float((tmp_path / "seconds").read_text()) < 20
+    assert [path.name for path in tmp_path.iterdir()] == ["seconds"]
 
 
 def test_the_end_of_a_process_waits_for_the_checkpoint(tmp_path: Path) -> None:
