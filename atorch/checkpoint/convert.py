@@ -6,6 +6,7 @@ Files of torch.save are read as weights only, with an exact list of names beside
 from __future__ import annotations
 
 import math
+import operator
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -170,16 +171,16 @@ def _add_deepspeed(found: Source, models: Sequence[Mapping[Any, Any]], optims: S
         found.more["scheduler"] = settings(scheduler)
     elif scheduler:
         found.left_out.append("lr_scheduler, which is DeepSpeed's")
-    trained = list(model.get("param_shapes") or []) if stage else []
+    trained = [_shapes(group) for group in (model.get("param_shapes") or [])] if stage else []
     found.aliases |= {check_name(name): check_name(first) for name, first in (model.get("shared_params") or {}).items()}
-    frozen = (model.get("frozen_param_shapes") or {}) if stage == 3 else {}
+    frozen = _shapes(model.get("frozen_param_shapes") or {}) if stage == 3 else {}
     others = {name for shapes in trained for name in shapes} | found.aliases.keys() | frozen.keys()
     for name, value in _need(model["module"], "module").items():
         if name not in others:
             _add_whole(found, name, value)
     for name, shape in frozen.items():
         parts = [_tensor(state["frozen_param_fragments"][name], name).view(-1) for state in models]
-        _add_cut(found, MODEL + check_name(name), shape, _by_parameter(math.prod(shape), 0, parts))
+        _add_cut(found, MODEL + name, shape, _by_parameter(math.prod(shape), 0, parts))
     if stage:
         _add_optimizer(found, stage, trained, zero)
     else:
@@ -222,7 +223,7 @@ class _Cut:
     """The places of the parameters of a group in the flat tensors of all ranks."""
 
     def __init__(self, stage: int, masters: Sequence[Tensor], shapes: Mapping[str, Any], padding: Any) -> None:
-        self._stage, self._shapes = stage, _need(shapes, "param_shapes")
+        self._stage, self._shapes = stage, shapes
         self._padding = [0] * len(shapes) if padding is None else list(map(int, padding))
         self._size = max(flat.numel() for flat in masters)  # the last rank's padding may be left out
 
@@ -236,7 +237,7 @@ class _Cut:
             else:
                 parts = self._of_group(numel, at, flats)
                 at += numel + padding
-            _add_cut(found, f"{prefix}{check_name(name)}{suffix}", shape, parts)
+            _add_cut(found, f"{prefix}{name}{suffix}", shape, parts)
         unit = 1 if self._stage == 3 else 2 * len(flats)  # to which groups are filled up
         held = flats[0].numel() if self._stage == 3 else sum(flat.numel() for flat in flats)
         if -(-at // unit) != -(-held // unit):
@@ -270,6 +271,12 @@ def _add_cut(found: Source, name: str, shape: Any, parts: Iterator[tuple[int, in
         ]  # fmt: skip
         dtype = values.dtype
     found.add(name, shape, dtype_name(name, dtype), pieces)
+
+
+def _shapes(given: Any) -> dict[str, tuple[int, ...]]:
+    """The shapes of parameters by name, as numbers, whatever a file has in their place."""
+    shapes = _need(given, "a group of param_shapes")
+    return {check_name(name): tuple(map(operator.index, shape)) for name, shape in shapes.items()}
 
 
 def _tensor(value: Any, what: str) -> Tensor:
