@@ -146,9 +146,10 @@ class _Part:
 
     def need_shared(self, pieces: list[_Piece]) -> list[_Piece]:
         """`pieces`, if this rank sees the folder that rank 0 has made."""
-        if not self.folder.is_dir():
+        if self.rank != 0 and not self.folder.is_dir():
             raise CheckpointError(
-                f"{self.folder.parent} of rank {self.rank} is not that of rank 0; give a folder that all ranks share"
+                f"{self.folder.parent} of rank {self.rank} is not that of rank 0; give a folder that all ranks share, "
+                "and no other job"
             )
         return pieces
 
@@ -163,6 +164,7 @@ class _Part:
             )
 
     def publish(self, shards: list[Shard | None]) -> Path:
+        self.need_folder()
         files = [shard for shard in shards if shard is not None]
         manifest = Manifest(self.step, len(self.by_rank), self.tensors, files, self.plain, self.by_rank)
         return commit.publish(self.folder, manifest, *self.kept)

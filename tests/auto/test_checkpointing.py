@@ -575,6 +575,35 @@ def test_an_error_in_the_background_is_raised_by_the_next_call(rank: int, size: 
     assert atorch.resume_or_start(tmp_path, result) == 4
 
 
+class Odd(nn.Module):
+    """Parameters of no dims and of no elements, under names that are hard to file."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.empty = nn.Parameter(torch.tensor(2.0)), nn.Parameter(torch.zeros(0, 4))
+        self.add_module(f"ünï/cödé {'x' * 300}", nn.Linear(1, 1))
+        self.register_parameter("$", nn.Parameter(torch.ones(3)))
+
+    def forward(self, batch: Any) -> Any:
+        (_, inner), *_ = self.named_children()
+        return inner(batch[0].float().view(-1, 1)) * self.scale * getattr(self, "$").sum() + self.empty.sum()
+
+
+@on_ranks(2)
+def test_odd_tensors_and_names(rank: int, size: int, tmp_path: Path) -> None:
+    """From an optimizer with a fused kernel to one that cannot have it."""
+    result, other = small_job([("chunk", {"budget_bytes": 2**20})], Odd), small_job(["fsdp"], Odd)
+    first, second, *_ = iter(result.dataloader)
+    result.step(first)
+    atorch.save_checkpoint(tmp_path, result, 1)
+    with torch.no_grad():
+        next(iter(other.model.parameters())).zero_()
+    atorch.load_checkpoint(tmp_path, other)
+    assert float(other.step(second)) == float(result.step(second))
+    atorch.export(other, tmp_path / "exported")
+    atorch.load_pretrained(Odd(), tmp_path / "exported")
+
+
 def waiting(rank: int, size: int, folder: str) -> None:
     """Wait for a checkpoint in which rank 1 is killed."""
     result, fsync = small_job(["ddp"]), os.fsync
@@ -606,6 +635,8 @@ def test_the_end_of_a_process_waits_for_the_checkpoint(tmp_path: Path) -> None:
     assert subprocess.run([sys.executable, "-c", code, tmp_path], timeout=120).returncode == 3
     for folder in (tmp_path, tmp_path / "step-000000007"):
         assert atorch.resume_or_start(folder, small_job([])) == 7
+    (moved := tmp_path / "other place").mkdir()
+    assert atorch.resume_or_start(folder.rename(moved / "best"), small_job([])) == 7
 
 
 @on_ranks(2)
