@@ -26,7 +26,14 @@ from atorch.checkpoint.commit import is_checkpoint, steps
 from atorch.checkpoint.files import BackgroundWriter, save
 from atorch.checkpoint.pretrained import MODEL
 from atorch.checkpoint.reading import Checkpoint
-from atorch.distributed.collectives import all_or_none, call_on_all_ranks, from_rank_zero, own_rank, world_group
+from atorch.distributed.collectives import (
+    all_or_none,
+    all_reduce_max,
+    call_on_all_ranks,
+    from_rank_zero,
+    own_rank,
+    world_group,
+)
 from atorch.distributed.fingerprints import Facts, described
 from atorch.distributed.mesh import BATCH_AXES, Mesh
 from atorch.distributed.rng import RandomState
@@ -127,6 +134,7 @@ def wait_for_checkpoint(result: AccelerateResult | nn.Module) -> None:
 
     Raises:
         CheckpointError: on all processes: it could not be written.
+        ArgumentError: a process has ended, or does something else; the message names it.
     """
     _wait(result, "wait_for_checkpoint")
 
@@ -136,7 +144,13 @@ def _wait(result: AccelerateResult | nn.Module, call: str) -> None:
         need_result(result, call)
     writer: BackgroundWriter | None = getattr(result, "checkpoint_writer", None)
     if writer is not None:
-        call_on_all_ranks(call, dict, lambda: None)
+        try:
+            call_on_all_ranks(call, dict, lambda: None)
+            while all_reduce_max([not writer.has_ended(0.1)])[0]:  # an exchange, since it fails if a process has ended
+                pass
+        except ArgumentError:
+            writer.give_up()
+            raise
         all_or_none(writer.wait)
 
 

@@ -121,8 +121,8 @@ def _refused(lacking: Sequence[str], more: Sequence[str], model: nn.Module, stri
     texts = [f"{what} {first_names(names)}" for what, names in (("lacks", lacking), ("has", more)) if names]
     if not texts or not (strict or is_other):
         return ""
-    other = "" if is_other else ", or strict=False to load what both have"
-    return f"{' and '.join(texts)}, other than the model {written_class(model).__name__}; give the same model's{other}"
+    other, kind = "" if is_other else ", or strict=False to load what both have", written_class(_unwrapped(model))
+    return f"{' and '.join(texts)}, other than the model {kind.__name__}; give the same model's{other}"
 
 
 @torch.no_grad()
@@ -240,8 +240,7 @@ def export(
 
 def _adapter(model: nn.Module, tensors: Mapping[str, LogicalTensor]) -> tuple[dict[str, LogicalTensor], Any] | None:
     """The tensors of a peft model's active adapter under the names of its files, and its config; None for others."""
-    while isinstance(model, Wrapper):
-        model = model.module
+    model = _unwrapped(model)
     configs, active = getattr(model, "peft_config", None), getattr(model, "active_adapter", None)
     if not isinstance(configs, Mapping) or not isinstance(active, str):
         return None
@@ -306,13 +305,19 @@ def model_content(
 
 def _configs(model: nn.Module) -> dict[str, Any]:
     """The content of the config.json of a model of Hugging Face, and of its generation_config.json."""
-    while isinstance(model, Wrapper):
-        model = model.module
+    model = _unwrapped(model)
     given: dict[str, Any] = {name: getattr(model, name, None) for name in CONFIGS}
     configs = {name: json.loads(one.to_json_string()) for name, one in given.items() if hasattr(one, "to_json_string")}
     if "config" in configs:
         configs["config"]["architectures"] = [written_class(model).__name__]
     return configs
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """The user's module, without the wrappers around it."""
+    while isinstance(model, Wrapper):
+        model = model.module
+    return model
 
 
 def is_buffer(entry: HeldTensor) -> bool:

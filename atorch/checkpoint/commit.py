@@ -139,18 +139,23 @@ def discard(part: Path) -> None:
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """True for the folder of one checkpoint, as `publish` returns it."""
-    return re.fullmatch(r"step-\d{9,18}", folder.name) is not None and os.path.lexists(folder / MANIFEST)
+    """True for the folder of one checkpoint, as `publish` returns it, or moved to another name."""
+    if not os.path.lexists(folder / MANIFEST) or _PART.fullmatch(folder.name):
+        return False
+    return _STEP.fullmatch(folder.name) is not None or any(folder.glob("rank-*.safetensors"))
 
 
-def path_of(folder: Path, step: int | None) -> tuple[int, Path]:
+def path_of(folder: Path, step: int | None) -> tuple[int | None, Path]:
     """The step, by default the newest, and the folder of its checkpoint, which may be `folder` itself.
+
+    The step is None if that folder has another name.
 
     Raises:
         CheckpointError: there is none.
     """
     if is_checkpoint(folder) and step is None:
-        return int(folder.name.removeprefix("step-")), folder
+        match = _STEP.fullmatch(folder.name)
+        return match and int(match[1] or match[2]), folder
     found = complete_steps(folder)
     wanted = max(found, default=None) if step is None else step
     if wanted is None or wanted not in found:

@@ -6,6 +6,7 @@ Files of torch.save are read as weights only, with an exact list of names beside
 from __future__ import annotations
 
 import math
+import operator
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,13 +19,14 @@ from torch import Tensor
 
 from atorch.checkpoint.boxes import Box, flat_boxes, whole_box
 from atorch.checkpoint.foreign import Source, read_dcp, settings
-from atorch.checkpoint.pretrained import MODEL, open_pretrained
+from atorch.checkpoint.pretrained import MODEL, indexed, model_files, open_pretrained
 from atorch.checkpoint.shard_file import check_name, dtype_name, open_regular, reporting
 from atorch.errors import CheckpointError, shown
 from atorch.files import AnyPath, FileKind, read_bytes
 from atorch.files.weights import UNREADABLE, read_weights
 
 _FSDP_MODEL, _FSDP_OPTIMIZER, _TORCH_MODEL = "pytorch_model_fsdp_0", "optimizer_0", "pytorch_model.bin"
+_TORCH_INDEX = f"{_TORCH_MODEL}.index.json"
 _DEEPSPEED_FILE = re.compile(r"(?:\w*zero_pp_rank_(\d{1,6})_)?mp_rank_(\d{2,6})_(model|optim)_states\.pt")
 _TAG = FileKind("latest", CheckpointError, 1024)
 _ADVICE = "read it with the program that wrote it, if you trust it"
@@ -61,14 +63,15 @@ def _read(given: Path, found: Source) -> None:
     elif "latest" in names or any(_DEEPSPEED_FILE.fullmatch(name) for name in names):
         _read_deepspeed(found, given)
     elif given.is_file() and given.suffix != ".safetensors":
-        _read_state_dict(found, given)
+        _read_state_dicts(found, {Path(os.path.realpath(given)): []})
     elif _FSDP_MODEL in names:
         taken = [name for name in (_FSDP_MODEL, _FSDP_OPTIMIZER) if name in names]
         for name in taken:
             read_dcp(found, _inner(given, name))
-    elif _TORCH_MODEL in names and not any(name.endswith(".safetensors") for name in names):
-        taken = [_TORCH_MODEL]
-        _read_state_dict(found, given / _TORCH_MODEL)
+    elif {_TORCH_MODEL, _TORCH_INDEX}.intersection(names) and not any(name.endswith(".safetensors") for name in names):
+        files = {_TORCH_MODEL: []} if _TORCH_MODEL in names else indexed(given / _TORCH_INDEX)
+        taken = [_TORCH_INDEX, *files]
+        _read_state_dicts(found, {Path(os.path.realpath(given / name)): listed for name, listed in files.items()})
     else:
         with open_pretrained(given) as model:
             if "aliases" in model.plain:
@@ -76,8 +79,8 @@ def _read(given: Path, found: Source) -> None:
             for name, (shape, dtype) in model.names.items():
                 form = dtype_name(name, dtype)
                 found.add(MODEL + name, shape, form, [(whole_box(shape), partial(model.read, name))])
-        others = re.compile(r"model_\d+\.safetensors")  # Accelerate's further models
-        taken = [name for name in names if name.endswith((".safetensors", ".json")) and not others.fullmatch(name)]
+        used = model_files(given)
+        taken = [name for name in names if name.endswith(".json") or Path(os.path.realpath(given / name)) in used]
     found.left_out += [name for name in names if name not in taken]
 
 
@@ -100,17 +103,20 @@ OF_DEEPSPEED: Mapping[str, Any] = {
 }
 
 
-def _read_state_dict(found: Source, path: Path) -> None:
-    os.close(open_regular(path)[0])
-    state = _need(read_weights(path, _ADVICE, mmap=True, classes={}), path)
+def _read_state_dicts(found: Source, files: Mapping[Path, Sequence[str]]) -> None:
+    """Add the tensors of a model's files of torch.save, with the names that an index lists in each."""
     seen: dict[Any, str] = {}
-    for name, value in state.items():
-        if not isinstance(value, Tensor):
-            found.left_out.append(str(name))
-        elif (first := seen.setdefault((value.data_ptr() or name, value.shape, value.stride()), name)) != name:
-            found.aliases[check_name(name)] = first
-        else:
-            _add_whole(found, name, value)
+    for path, listed in files.items():
+        state = _saved(path, {})
+        if lacking := next((name for name in listed if name not in state), None):
+            raise CheckpointError(f"{path} has no {lacking!r}, which the index lists in it; copy it again")
+        for name, value in state.items():
+            if not isinstance(value, Tensor):
+                found.left_out.append(str(name))
+            elif (first := seen.setdefault((value.data_ptr() or name, value.shape, value.stride()), name)) != name:
+                found.aliases[check_name(name)] = first
+            else:
+                _add_whole(found, name, value)
 
 
 def _add_whole(found: Source, name: Any, value: Any) -> None:
@@ -150,9 +156,9 @@ def _read_deepspeed(found: Source, folder: Path) -> None:
         raise CheckpointError(f"{folder} is no checkpoint of DeepSpeed: {type(error).__name__}: {error}") from None
 
 
-def _saved(path: Path) -> Mapping[Any, Any]:
+def _saved(path: Path, classes: Mapping[str, Any] = OF_DEEPSPEED) -> Mapping[Any, Any]:
     os.close(open_regular(path)[0])
-    return _need(read_weights(path, _ADVICE, mmap=True, classes=OF_DEEPSPEED), path)
+    return _need(read_weights(path, _ADVICE, mmap=True, classes=classes), path)
 
 
 def _add_deepspeed(found: Source, models: Sequence[Mapping[Any, Any]], optims: Sequence[Mapping[Any, Any]]) -> None:
@@ -165,16 +171,16 @@ def _add_deepspeed(found: Source, models: Sequence[Mapping[Any, Any]], optims: S
         found.more["scheduler"] = settings(scheduler)
     elif scheduler:
         found.left_out.append("lr_scheduler, which is DeepSpeed's")
-    trained = list(model.get("param_shapes") or []) if stage else []
+    trained = [_shapes(group) for group in (model.get("param_shapes") or [])] if stage else []
     found.aliases |= {check_name(name): check_name(first) for name, first in (model.get("shared_params") or {}).items()}
-    frozen = (model.get("frozen_param_shapes") or {}) if stage == 3 else {}
+    frozen = _shapes(model.get("frozen_param_shapes") or {}) if stage == 3 else {}
     others = {name for shapes in trained for name in shapes} | found.aliases.keys() | frozen.keys()
     for name, value in _need(model["module"], "module").items():
         if name not in others:
             _add_whole(found, name, value)
     for name, shape in frozen.items():
         parts = [_tensor(state["frozen_param_fragments"][name], name).view(-1) for state in models]
-        _add_cut(found, MODEL + check_name(name), shape, _by_parameter(math.prod(shape), 0, parts))
+        _add_cut(found, MODEL + name, shape, _by_parameter(math.prod(shape), 0, parts))
     if stage:
         _add_optimizer(found, stage, trained, zero)
     else:
@@ -217,7 +223,7 @@ class _Cut:
     """The places of the parameters of a group in the flat tensors of all ranks."""
 
     def __init__(self, stage: int, masters: Sequence[Tensor], shapes: Mapping[str, Any], padding: Any) -> None:
-        self._stage, self._shapes = stage, _need(shapes, "param_shapes")
+        self._stage, self._shapes = stage, shapes
         self._padding = [0] * len(shapes) if padding is None else list(map(int, padding))
         self._size = max(flat.numel() for flat in masters)  # the last rank's padding may be left out
 
@@ -231,7 +237,7 @@ class _Cut:
             else:
                 parts = self._of_group(numel, at, flats)
                 at += numel + padding
-            _add_cut(found, f"{prefix}{check_name(name)}{suffix}", shape, parts)
+            _add_cut(found, f"{prefix}{name}{suffix}", shape, parts)
         unit = 1 if self._stage == 3 else 2 * len(flats)  # to which groups are filled up
         held = flats[0].numel() if self._stage == 3 else sum(flat.numel() for flat in flats)
         if -(-at // unit) != -(-held // unit):
@@ -265,6 +271,12 @@ def _add_cut(found: Source, name: str, shape: Any, parts: Iterator[tuple[int, in
         ]  # fmt: skip
         dtype = values.dtype
     found.add(name, shape, dtype_name(name, dtype), pieces)
+
+
+def _shapes(given: Any) -> dict[str, tuple[int, ...]]:
+    """The shapes of parameters by name, as numbers, whatever a file has in their place."""
+    shapes = _need(given, "a group of param_shapes")
+    return {check_name(name): tuple(map(operator.index, shape)) for name, shape in shapes.items()}
 
 
 def _tensor(value: Any, what: str) -> Tensor:

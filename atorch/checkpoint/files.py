@@ -9,6 +9,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -145,9 +146,10 @@ class _Part:
 
     def need_shared(self, pieces: list[_Piece]) -> list[_Piece]:
         """`pieces`, if this rank sees the folder that rank 0 has made."""
-        if not self.folder.is_dir():
+        if self.rank != 0 and not self.folder.is_dir():
             raise CheckpointError(
-                f"{self.folder.parent} of rank {self.rank} is not that of rank 0; give a folder that all ranks share"
+                f"{self.folder.parent} of rank {self.rank} is not that of rank 0; give a folder that all ranks share, "
+                "and no other job"
             )
         return pieces
 
@@ -162,6 +164,7 @@ class _Part:
             )
 
     def publish(self, shards: list[Shard | None]) -> Path:
+        self.need_folder()
         files = [shard for shard in shards if shard is not None]
         manifest = Manifest(self.step, len(self.by_rank), self.tensors, files, self.plain, self.by_rank)
         return commit.publish(self.folder, manifest, *self.kept)
@@ -185,7 +188,7 @@ class _Part:
             if failure is not None:
                 raise failure
             if self.rank == 0:
-                self.publish([shard, *(self._written_by(rank) for rank in range(1, len(self.by_rank)))])
+                self.publish([shard, *(self._written_by(rank, pause) for rank in range(1, len(self.by_rank)))])
         finally:
             if self.rank == 0:  # it is not there any more, if it was published
                 commit.discard(self.folder)
@@ -193,7 +196,7 @@ class _Part:
     def _note(self, rank: int) -> Path:
         return self.folder / f"rank-{rank:05}.json"
 
-    def _written_by(self, rank: int) -> Shard | None:
+    def _written_by(self, rank: int, pause: Callable[[], object]) -> Shard | None:
         """The file of another rank, once it has written it."""
         note, written, began = self._note(rank), 0, 0.0
         while not note.exists():
@@ -206,6 +209,7 @@ class _Part:
             elif time.monotonic() > began + patience.total_seconds():
                 raise CheckpointError(f"rank {rank} has written nothing for {patience}; look there for what happened")
             time.sleep(0.02)
+            pause()
         with reporting(f"{note} cannot be removed"):
             told, shard = json.loads(note.read_bytes())
             note.unlink()
@@ -228,7 +232,17 @@ class BackgroundWriter:
         self._future: Future[None] | None = None
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._is_awaited = threading.Event()
+        self._is_given_up = False
         self._used = 0.0
+
+    def has_ended(self, within_s: float) -> bool:
+        """True if nothing is being written, after a wait of at most so many seconds."""
+        self._is_awaited.set()
+        return self._future is None or bool(wait_for([self._future], within_s).done)
+
+    def give_up(self) -> None:
+        """End the thread soon: a process has ended, for whose file it would wait."""
+        self._is_given_up = True
 
     def wait(self) -> None:
         """Wait on this rank until the last checkpoint is written.
@@ -242,7 +256,13 @@ class BackgroundWriter:
             future.result()
 
     def pause(self) -> None:
-        """Leave the processor to others for most of the time, unless somebody waits."""
+        """Leave the processor to others for most of the time, unless somebody waits.
+
+        Raises:
+            CheckpointError: `give_up` was called.
+        """
+        if self._is_given_up:
+            raise CheckpointError("another process has ended before it was complete")
         now = time.thread_time()
         if threading.main_thread().is_alive():
             self._is_awaited.wait((now - self._used) * (1 / _SHARE - 1))

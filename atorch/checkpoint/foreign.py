@@ -98,6 +98,8 @@ class Source:
         """Write the checkpoint of this step into a folder, on one process; a box at a time is in memory."""
         if not 0 <= self.step < 10**18:
             raise CheckpointError(f"it is of step {self.step}, which is none")
+        if not self.tensors:
+            raise CheckpointError("it has no tensors of a model; give what holds them")
         plain: dict[str, Any] = {"aliases": self.aliases, **self.more}
         if self.optim["groups"]:
             plain |= {"mesh": [], "extra": {}, "optim": self.optim}

@@ -82,8 +82,8 @@ class Manifest:
             os.fsync(file.fileno())
 
 
-def read_manifest(folder: Path, step: int) -> Manifest:
-    """The manifest of the checkpoint of `step` in `folder`.
+def read_manifest(folder: Path, step: int | None) -> Manifest:
+    """The manifest of the checkpoint of `step` in `folder`; None: of any step.
 
     Raises:
         CheckpointError: it is missing, has changed since it was written, or describes no whole checkpoint of that step.
@@ -106,11 +106,12 @@ def read_manifest(folder: Path, step: int) -> Manifest:
         raise CheckpointError(f"{path} is no JSON of a checkpoint ({error}); load another checkpoint") from None
 
 
-def _checked(content: Any, step: int) -> Manifest:
+def _checked(content: Any, step: int | None) -> Manifest:
     content = need(content, dict, "the manifest")
     if content.get("format") != _FORMAT:
-        raise CheckpointError(f"its format is {shown(content.get('format'))}; this version reads {_FORMAT}")
-    if content.get("step") != step:
+        raise CheckpointError(f"its format is {shown(content.get('format'))}, not {_FORMAT}: install another atorch")
+    found = need(content.get("step"), int, "its step")
+    if found < 0 or step not in (None, found):
         raise CheckpointError(f"it is of step {shown(content.get('step'))}, not {step}; give the folder its own name")
     tensors = {
         check_name(name): saved_tensor(name, saved)
@@ -128,7 +129,7 @@ def _checked(content: Any, step: int) -> Manifest:
     by_rank = need(content.get("by_rank"), list, "by_rank")
     if content.get("world_size") != len(by_rank) or not by_rank:
         raise CheckpointError(f"its world_size is {shown(content.get('world_size'))}, with {len(by_rank)} by_rank")
-    return Manifest(step, len(by_rank), tensors, shards, content.get("plain"), by_rank)
+    return Manifest(found, len(by_rank), tensors, shards, content.get("plain"), by_rank)
 
 
 def saved_tensor(name: str, given: Any) -> Saved:

@@ -86,7 +86,7 @@ def _opened(path: Path) -> Checkpoint:
     tensors: dict[str, Saved] = {}
     shards: list[Shard] = []
     starts: dict[int, bytes] = {}
-    for file, names in _files(path).items():
+    for file, names in model_files(path).items():
         shard, start, found = _read_header(file)
         for name in found:
             if name in tensors:
@@ -100,14 +100,14 @@ def _opened(path: Path) -> Checkpoint:
     return Checkpoint(path, Manifest(0, 1, tensors, shards, {}, [{}]), starts)
 
 
-def _files(path: Path) -> dict[Path, list[str]]:
-    """The files of a model, and the tensors that an index lists in them."""
+def model_files(path: Path) -> dict[Path, list[str]]:
+    """The safetensors files of a model, and the tensors that an index lists in them."""
     with reporting(f"{path} cannot be read"):
         folder = path if path.is_dir() else path.parent
         names = [path.name] if folder is not path else sorted(name.name for name in path.glob("*.safetensors"))
         files: dict[str, list[str]] = {name: [] for name in ([_FILE] if _FILE in names else names)}
         if folder is path and (path / _INDEX.name).exists():
-            files = _indexed(path / _INDEX.name)
+            files = indexed(path / _INDEX.name)
         elif not files or not all((folder / name).is_file() for name in files):
             raise CheckpointError(
                 f"{path} is no safetensors file, nor a folder with such files or checkpoints; give one of these, or "
@@ -116,12 +116,13 @@ def _files(path: Path) -> dict[Path, list[str]]:
         return {Path(os.path.realpath(folder / name)): listed for name, listed in files.items()}
 
 
-def _indexed(path: Path) -> dict[str, list[str]]:
-    content = _parsed(path, read_bytes(path, _INDEX))
+def indexed(path: Path) -> dict[str, list[str]]:
+    """The names of the files that an index of Hugging Face lists, and of the tensors in each."""
+    content, suffix = _parsed(path, read_bytes(path, _INDEX)), path.suffixes[0]
     files: dict[str, list[str]] = {}
     for name, file in need(content.get("weight_map"), dict, f"weight_map in {path}").items():
-        if not isinstance(file, str) or os.path.basename(file) != file or not file.endswith(".safetensors"):
-            raise CheckpointError(f"{path} lists {shown(file)}, which is no name of a safetensors file in its folder")
+        if not isinstance(file, str) or os.path.basename(file) != file or not file.endswith(suffix):
+            raise CheckpointError(f"{path} lists {shown(file)}, which is no name of a {suffix} file in its folder")
         files.setdefault(file, []).append(check_name(name))
     return files
 

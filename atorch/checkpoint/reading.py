@@ -56,7 +56,7 @@ class Checkpoint:
         self.names: Mapping[str, tuple[tuple[int, ...], torch.dtype]] = {
             name: (saved.shape, DTYPES[saved.dtype])
             for name, saved in manifest.tensors.items()
-            if not name.startswith("$")
+            if starts or not name.startswith("$")  # of plain data
         }
         self._manifest, self._starts = manifest, starts or {}
         self._places: dict[str, list[tuple[Box, int, int]]] = {name: [] for name in manifest.tensors}

@@ -10,9 +10,11 @@ import errno
 import itertools
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,7 +31,7 @@ from atorch.errors import ArgumentError, CheckpointError
 from tests.auto.scripts import Script
 from tests.auto.training import run_each
 from tests.language_models import gpt2, llama
-from tests.pool import Pool, on_ranks
+from tests.pool import Pool, RankFailure, on_ranks
 
 MESH = "parallel_mode"
 STRATEGIES: dict[str, tuple[int, list[Any]]] = {
@@ -587,6 +589,54 @@ def test_an_error_in_the_background_is_raised_by_the_next_call(rank: int, size: 
     assert atorch.resume_or_start(tmp_path, result) == 4
 
 
+class Odd(nn.Module):
+    """Parameters of no dims and of no elements, under names that are hard to file."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.empty = nn.Parameter(torch.tensor(2.0)), nn.Parameter(torch.zeros(0, 4))
+        self.add_module(f"ünï/cödé {'x' * 300}", nn.Linear(1, 1))
+        self.register_parameter("$", nn.Parameter(torch.ones(3)))
+
+    def forward(self, batch: Any) -> Any:
+        (_, inner), *_ = self.named_children()
+        return inner(batch[0].float().view(-1, 1)) * self.scale * getattr(self, "$").sum() + self.empty.sum()
+
+
+@on_ranks(2)
+def test_odd_tensors_and_names(rank: int, size: int, tmp_path: Path) -> None:
+    """From an optimizer with a fused kernel to one that cannot have it."""
+    result, other = small_job([("chunk", {"budget_bytes": 2**20})], Odd), small_job(["fsdp"], Odd)
+    first, second, *_ = iter(result.dataloader)
+    result.step(first)
+    atorch.save_checkpoint(tmp_path, result, 1)
+    with torch.no_grad():
+        next(iter(other.model.parameters())).zero_()
+    atorch.load_checkpoint(tmp_path, other)
+    assert float(other.step(second)) == float(result.step(second))
+    atorch.export(other, tmp_path / "exported")
+    atorch.load_pretrained(Odd(), tmp_path / "exported")
+
+
+def waiting(rank: int, size: int, folder: str) -> None:
+    """Wait for a checkpoint in which rank 1 is killed."""
+    result, fsync = small_job(["ddp"]), os.fsync
+    with mock.patch.object(os, "fsync", fsync if rank == 0 else lambda handle: os.kill(os.getpid(), signal.SIGKILL)):
+        atorch.save_checkpoint(folder, result, 1, background=True)
+        began = time.monotonic()
+        with pytest.raises(ArgumentError, match="rank 1 did not come"):
+            atorch.wait_for_checkpoint(result)
+    assert result.checkpoint_writer.has_ended(5)
+    Path(folder, "seconds").write_text(f"{time.monotonic() - began}")
+
+
+def test_who_waits_for_a_checkpoint_notices_a_process_that_ends(pool: Pool, tmp_path: Path) -> None:
+    with pytest.raises(RankFailure):
+        pool.run(waiting, str(tmp_path))
+    assert float((tmp_path / "seconds").read_text()) < 20
+    assert [path.name for path in tmp_path.iterdir()] == ["seconds"]
+
+
 def test_the_end_of_a_process_waits_for_the_checkpoint(tmp_path: Path) -> None:
     code = (
         "import sys, time; from unittest import mock; import atorch; from atorch.checkpoint import files\n"
@@ -599,6 +649,8 @@ def test_the_end_of_a_process_waits_for_the_checkpoint(tmp_path: Path) -> None:
     assert subprocess.run([sys.executable, "-c", code, tmp_path], timeout=120).returncode == 3
     for folder in (tmp_path, tmp_path / "step-000000007"):
         assert atorch.resume_or_start(folder, small_job([])) == 7
+    (moved := tmp_path / "other place").mkdir()
+    assert atorch.resume_or_start(folder.rename(moved / "best"), small_job([])) == 7
 
 
 @on_ranks(2)

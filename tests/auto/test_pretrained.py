@@ -150,7 +150,7 @@ def test_what_is_no_model(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=told):
             atorch.load_pretrained(nn.Linear(3, 2), path)
     for files, told in (
-        ({"weight": "../a.safetensors"}, "no name of a safetensors file"),
+        ({"weight": "../a.safetensors"}, "no name of a .safetensors file"),
         ({"w": "a.safetensors"}, "no 'w'"),
     ):
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))

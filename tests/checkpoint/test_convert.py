@@ -24,7 +24,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import atorch
 from atorch.checkpoint.convert import OF_DEEPSPEED, convert
@@ -102,22 +102,6 @@ def test_a_run_of_deepspeed_goes_on(tmp_path: Path, stage: int) -> None:
     assert torch.equal(result.model.count, torch.tensor([3]))
 
 
-@pytest.mark.parametrize("is_flat", [False, True])
-def test_a_run_saved_by_dcp_goes_on(tmp_path: Path, is_flat: bool) -> None:
-    result = small_job([])
-    for _ in range(3):
-        result.step(next(iter(result.dataloader)))
-    options = StateDictOptions(flatten_optimizer_state_dict=is_flat)
-    model, optim = get_state_dict(result.model, result.optim, options=options)
-    dcp.save({"model": model, "optim": optim}, checkpoint_id=tmp_path / "dcp", no_dist=True)
-    expected = [float(result.step(next(iter(result.dataloader)))) for _ in range(3)]
-    assert convert(tmp_path / "dcp", tmp_path / "run").left_out == []
-    again = small_job([])
-    again.optim.param_groups[0]["lr"] = 1.0
-    atorch.load_checkpoint(tmp_path / "run", again)
-    assert [float(again.step(next(iter(again.dataloader)))) for _ in range(3)] == expected
-
-
 def test_accelerates_folders(tmp_path: Path) -> None:
     accelerate = pytest.importorskip("accelerate")
     try:
@@ -150,11 +134,40 @@ def test_a_folder_of_accelerates_fsdp(tmp_path: Path) -> None:
 
 def test_a_file_of_a_state_dict(tmp_path: Path) -> None:
     state = Net().state_dict()
-    torch.save({**state, "half": torch.ones(3, dtype=torch.float8_e4m3fn), "epoch": 3}, tmp_path / "model.pt")
+    torch.save({**state, "half": torch.ones(3, dtype=torch.float8_e4m3fn), "epoch": 3}, tmp_path / "state")
+    (tmp_path / "model.pt").symlink_to(tmp_path / "state")
     assert convert(tmp_path / "model.pt", tmp_path / "run").left_out == ["epoch"]
     atorch.load_pretrained(model := Net(), tmp_path / "run", strict=False)
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in state.items())
     assert model.head.weight is model.embed.weight
+
+
+def sharded(folder: Path) -> Path:
+    """A folder as `save_pretrained(safe_serialization=False)` writes it, if it needs several files."""
+    (made := folder / "sharded").mkdir()
+    state = {name: value for name, value in Net().state_dict().items() if name != "head.weight"}
+    where = {name: f"pytorch_model-0000{number % 2 + 1}-of-00002.bin" for number, name in enumerate(state)}
+    for file in set(where.values()):
+        torch.save({name: state[name] for name in state if where[name] == file}, made / file)
+    (made / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
+    return made
+
+
+def test_a_model_in_several_files_of_torch(tmp_path: Path) -> None:
+    first, second = sorted((made := sharded(tmp_path)).glob("*.bin"))
+    second.rename(blob := tmp_path / "blob")
+    second.symlink_to(blob)  # as the Hub's cache has it
+    shutil.copy(first, made / "pytorch_model-00003-of-00003.bin")
+    assert convert(made, tmp_path / "run").left_out == ["pytorch_model-00003-of-00003.bin"]
+    found, expected = in_file(tmp_path / "run"), {**torch.load(first), **torch.load(second)}
+    assert found.keys() == {f"model.{name}" for name in expected}
+    assert all(torch.equal(found[f"model.{name}"], value) for name, value in expected.items())
+    first.replace(second)
+    with pytest.raises(CheckpointError, match=f"{first.name} is missing"):
+        convert(made, tmp_path / "other")
+    shutil.copy(second, first)
+    with pytest.raises(CheckpointError, match="has no '.*', which the index lists"):
+        convert(made, tmp_path / "other")
 
 
 class Harm:
@@ -300,6 +313,7 @@ READERS: dict[str, Callable[[Path], Path]] = {
     "dcp": a_folder_of_dcp,
     "state dict": a_state_dict,
     "index": a_model_with_an_index,
+    "index of torch's files": sharded,
 }
 MORE_ODD: list[Any] = [
     torch.ones(3),
@@ -324,7 +338,7 @@ def mutated(draw: random.Random, path: Path, data: bytes) -> bytes:
         holder = draw.choice([holder for holder in (forms, stored, *map(vars, objects)) if holder])
         holder[draw.choice(list(holder))] = copy.deepcopy(draw.choice([*ODD, (1,), torch.Size([2**62]), (2**62, -1)]))
         return pickle.dumps(metadata)
-    if path.suffix != ".pt":
+    if path.suffix not in (".pt", ".bin"):
         return scrambled(draw, data)
     state = read_weights(path, "", classes=OF_DEEPSPEED)
     for name in ("loss_scaler", "param_slice_mappings"):  # objects, which torch.save would name otherwise
@@ -373,7 +387,7 @@ def test_fuzzed_folders_of_other_programs(
         if trial % 3 == 2:
             written = mutated(draw, path, data)
         else:
-            written = (with_other_pickle if trial % 3 and path.suffix == ".pt" else scrambled)(draw, data)
+            written = (with_other_pickle if trial % 3 and path.suffix in (".pt", ".bin") else scrambled)(draw, data)
         path.write_bytes(written)
         try:
             convert(source, tmp_path / "run")

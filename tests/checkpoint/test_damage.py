@@ -158,7 +158,7 @@ FORGED: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
     (lambda m: m["tensors"].__setitem__("w", [[6, 4], "F64"]), "is not the file of this checkpoint: its header"),
     (lambda m: m["tensors"].__setitem__("w", [[True, 4], "F32"]), "the shape of 'w' is"),
     (lambda m: m["tensors"].__setitem__("", [[], "F32"]), "'' is no name of a tensor"),
-    (lambda m: m.__setitem__("format", 2), "its format is 2; this version reads 1"),
+    (lambda m: m.__setitem__("format", 2), "its format is 2, not 1: install another atorch"),
     (lambda m: m.__setitem__("world_size", 3), "its world_size is 3, with 2 by_rank"),
     (lambda m: m.__setitem__("by_rank", []), "its world_size is 2, with 0 by_rank"),
     (lambda m: m.__setitem__("plain", [1]), "its plain data is no dict"),

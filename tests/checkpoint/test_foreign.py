@@ -12,16 +12,18 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from typer.testing import CliRunner
 
-from atorch import Checkpoint, load_pretrained
+from atorch import Checkpoint, load_checkpoint, load_pretrained
 from atorch.checkpoint.convert import convert
 from atorch.checkpoint.files import save
 from atorch.checkpoint.foreign import CheckpointReader
 from atorch.cli import app
 from atorch.errors import CheckpointError
+from tests.auto.test_checkpointing import small_job
 from tests.checkpoint.jobs import whole
 from tests.pool import Pool, on_ranks
 
@@ -58,6 +60,22 @@ def test_a_model_alone_is_taken_for_one(tmp_path: Path) -> None:
     convert(tmp_path / "dcp", tmp_path / "ours")
     load_pretrained(other, tmp_path / "ours")
     assert torch.equal(other.weight, model.weight)
+
+
+@pytest.mark.parametrize("is_flat", [False, True])
+def test_a_run_saved_by_dcp_goes_on(tmp_path: Path, is_flat: bool) -> None:
+    result = small_job([])
+    for _ in range(3):
+        result.step(next(iter(result.dataloader)))
+    options = StateDictOptions(flatten_optimizer_state_dict=is_flat)
+    model, optim = get_state_dict(result.model, result.optim, options=options)
+    dcp.save({"model": model, "optim": optim}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    expected = [float(result.step(next(iter(result.dataloader)))) for _ in range(3)]
+    assert convert(tmp_path / "dcp", tmp_path / "run").left_out == []
+    again = small_job([])
+    again.optim.param_groups[0]["lr"] = 1.0
+    load_checkpoint(tmp_path / "run", again)
+    assert [float(again.step(next(iter(again.dataloader)))) for _ in range(3)] == expected
 
 
 class Harm:

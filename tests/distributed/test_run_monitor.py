@@ -134,6 +134,7 @@ def failing(rank: int, size: int, folder: str, place: str, number: int, strategy
     def fail(*_: object) -> None:
         Path(folder, "failed").write_text(str(time.time()))
         os.kill(os.getpid(), number)
+        time.sleep(60)  # the main thread may have to run first, before a signal stops this one
 
     handler = logging.FileHandler(told)
     logger.addHandler(handler)

@@ -237,7 +237,7 @@ def fuse(optimizer: Any) -> None:
             _place_step(optimizer.state.get(parameter, {}), parameter)
     if groups:
         optimizer.register_step_pre_hook(_unfuse_unfit_groups)
-        optimizer.register_load_state_dict_pre_hook(_keep_implementation)
+    optimizer.register_load_state_dict_pre_hook(_keep_implementation)
 
 
 def fused_by_default(optimizer: Any) -> str | None:

@@ -29,6 +29,7 @@ import torch.distributed as dist
 
 from atorch.auto.context import Context
 from atorch.auto.strategy import Strategy
+from atorch.distributed.barrier_diagnostics import NoAnswerError
 from atorch.distributed.collectives import all_or_none, from_rank_zero, gather_objects, use_world_group
 from atorch.distributed.mesh import Mesh, current, set_current, use_mesh
 from atorch.distributed.rng import RandomState
@@ -90,11 +91,13 @@ class FaultBarrier:
     Args:
         on_failure: called when a phase fails, before the group is closed; drops objects that hold the group.
         timeout_s: seconds that a rank waits for its peers in a phase.
+        what: the work, as an error names it if a rank does not come back from it.
     """
 
     def __init__(
-        self, world: World, coordinator: Coordinator, on_failure: Callable[[], None], *, timeout_s: float
+        self, world: World, coordinator: Coordinator, on_failure: Callable[[], None], *, timeout_s: float, what: str
     ) -> None:
+        self._what = what
         self.failure: str | None = None  # the first failure on any rank, the same on all
         self.elapsed_s = 0.0  # rank 0's seconds since the beginning, as of its last phase
         self.mesh: Mesh | None = None  # the mesh that a phase made
@@ -130,7 +133,10 @@ class FaultBarrier:
             traceback.clear_frames(error.__traceback__)  # frames hold objects of the work, and these the group
         if failure is not None:
             self.close()
-        reports = self._coordinator.gather((failure, value, time.monotonic() - self._began))
+        try:
+            reports = self._coordinator.gather((failure, value, time.monotonic() - self._began))
+        except NoAnswerError as error:
+            raise NoAnswerError(f"{self._what} did not end on all processes: {error}") from error
         self.elapsed_s = float(reports[0][2])
         failures = [(*report[0], rank) for rank, report in enumerate(reports) if report[0] is not None]
         if not failures:
@@ -298,7 +304,8 @@ def attempt(ctx: Context, work: Callable[[Context], T], more_bytes: float | None
         results.clear()
         snapshot.restore()  # a sharded model holds the group; ranks that wait in it wake only once it is released
 
-    guard = FaultBarrier(ctx.world, coordinator, on_failure, timeout_s=ctx.world.timeout.total_seconds())
+    timeout_s = ctx.world.timeout.total_seconds()
+    guard = FaultBarrier(ctx.world, coordinator, on_failure, timeout_s=timeout_s, what="the choice's start")
     isolated = replace(ctx, rank_weights=[], unrounded={})
 
     def working() -> None:

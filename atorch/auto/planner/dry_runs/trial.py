@@ -168,7 +168,8 @@ class Trial:
         self._memory = PeakMemory(self._device)
         self.is_overdue = False  # True if the trial ended because it took longer than `limit_s`
         self._limit_s = limit_s
-        self._guard = FaultBarrier(ctx.world, coordinator, self._release, timeout_s=timeout_s)
+        what = f"the dry run of {strategy}"
+        self._guard = FaultBarrier(ctx.world, coordinator, self._release, timeout_s=timeout_s, what=what)
 
     @property
     def failure(self) -> str | None:

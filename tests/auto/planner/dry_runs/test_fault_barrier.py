@@ -2,19 +2,24 @@
 
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from atorch.auto.planner.dry_runs.fault_barrier import EARLY_S, Coordinator, FaultBarrier
+from atorch.distributed.barrier_diagnostics import NoAnswerError
 from atorch.distributed.collectives import world_group
 from atorch.distributed.mesh import Mesh, current, set_current
 from atorch.distributed.world import World
-from tests.pool import Pool, on_ranks
+from tests.pool import Pool, RankFailure, on_ranks
 
 SLICES = (("tensor", 2), ("data", 2))
 PATIENCE_S = 20.0  # of a test; the aborts come in a fraction of a second
@@ -80,7 +85,7 @@ def test_out_of_memory_on_one_rank_wakes_all_whichever_group_they_wait_in(rank: 
             kernels.wait(mesh.group({0: "tensor", 1: "data", 2: "tensor"}[rank]))
 
         coordinator = Coordinator(world)
-        guard = FaultBarrier(world, coordinator, lambda: None, timeout_s=60)
+        guard = FaultBarrier(world, coordinator, lambda: None, timeout_s=60, what="a phase")
         with kernels.on_device():
             made = guard.together(make_mesh)
             assert made is not None
@@ -108,7 +113,7 @@ def test_who_waits_for_each_other_is_woken_when_time_is_over(rank: int, size: in
         kernels.wait(mesh.group(("tensor", "data")[rank % 2]))
 
     with kernels.on_device():
-        guard = FaultBarrier(world, coordinator, lambda: None, timeout_s=1.0)
+        guard = FaultBarrier(world, coordinator, lambda: None, timeout_s=1.0, what="a phase")
         assert guard.together(make_mesh) is not None
         assert guard.together(step) is None
     coordinator.close()
@@ -121,7 +126,7 @@ def timeout_of_group(rank: int, size: int) -> float:
     coordinator = Coordinator(world)
     made: Any = dist.new_group
     with mock.patch.object(dist, "new_group", side_effect=made) as called:
-        guard = FaultBarrier(world, coordinator, lambda: None, timeout_s=180.0)
+        guard = FaultBarrier(world, coordinator, lambda: None, timeout_s=180.0, what="a phase")
     guard.close()
     coordinator.close()
     return float(called.call_args.kwargs["timeout"].total_seconds())
@@ -144,10 +149,27 @@ def connected(rank: int, size: int) -> list[str]:
 
     world = World(rank, size, rank, torch.device("cuda"))
     coordinator = Coordinator(world)
-    guard = FaultBarrier(world, coordinator, lambda: None, timeout_s=60)
+    guard = FaultBarrier(world, coordinator, lambda: None, timeout_s=60, what="a phase")
     with Kernels().on_device(), mock.patch.object(dist, "all_reduce", all_reduce):
         made = guard.together(make_mesh)
     assert made is not None
     guard.close()
     coordinator.close()
     return [each for each in made[rank][1:] if each not in used]
+
+
+def abandoned(rank: int, size: int, folder: str) -> None:
+    """Rank 1 computes without end."""
+    world = World(rank, size, rank, torch.device("cpu"), timeout=timedelta(seconds=2))
+    guard = FaultBarrier(world, Coordinator(world), lambda: None, timeout_s=1.0, what="the dry run of fsdp")
+    try:
+        guard.together(lambda: time.sleep(60) if rank == 1 else None)
+    except NoAnswerError as error:
+        Path(folder, "told").write_text(str(error))
+        raise
+
+
+def test_a_rank_that_does_not_come_back_is_named_with_the_work(pool: Pool, tmp_path: Path) -> None:
+    with pytest.raises(RankFailure):
+        pool.run(abandoned, str(tmp_path))
+    assert "the dry run of fsdp did not end on all processes: rank 1 did not come" in (tmp_path / "told").read_text()
