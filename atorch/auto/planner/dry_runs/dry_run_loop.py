@@ -139,8 +139,8 @@ class DryRunLoop:
         """Expected seconds to the end of every candidate's first step."""
         starts = list(zip(kinds, self._shards, strict=True))
         seconds = {start: self.job.starts.of_kind(*start) for start in set(starts)}
-        first = np.array([FIRST_STEPS[kind] for kind in kinds])
-        return np.array([seconds[start] for start in starts]) + first * np.exp(self._guide.predictions[0])
+        steps_s = np.array([FIRST_STEPS[kind] for kind in kinds]) * np.exp(self._guide.predictions[0])
+        return np.asarray([seconds[start] for start in starts] + steps_s)
 
     def _alive(self) -> npt.NDArray[np.bool_]:
         alive = np.ones(len(self._candidates), dtype=bool)
