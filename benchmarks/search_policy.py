@@ -5,9 +5,9 @@
 Candidates and estimates are the planner's for each job. On a random machine each kind of work takes another time
 (`cost.uncertainty`), and the cost model gives the steps with these times; methods and compositions have errors of their
 own. Starts vary within a factor of 2, and a second start of a compiled composition is warm. The memory that is needed
-is off by 10 %, and on one method by a factor of 1.9; one method always fails. The explorer then searches as on a
-device. Its choice is applied, or, if that fails, its next one. Regret is the step of the result over the fastest step
-of all that run, - 1.
+is off by 10 %, and on one method by a factor of 1.9; one method always fails. It does so before anything compiles,
+unless it is the compiler; memory runs out after that. The explorer then searches as on a device. Its choice is applied,
+or, if that fails, its next one. Regret is the step of the result over the fastest step of all that run, - 1.
 
 `--jobs` takes a list of {"layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq", "batch", "cluster"}, the batch
 on all devices together. `--json` writes a list of {job, limit, seed, regret, runs, seconds, chosen,
@@ -54,6 +54,8 @@ METHOD, REST = OWN * 2 / 3, OWN / 2
 NOISE, MEMORY, MUCH_MEMORY, START = 0.01, 0.1, 1.9, 2.0
 BEFORE_S = 3.0  # of tracing, ranking and plain training's first pass
 MAX_ATTEMPTS = 24
+LATE = ("OutOfMemoryError", "RuntimeError: compile")  # failures in or after compilation; others are before it
+EVALUATION = 0.3  # share of a step: the evaluation that precedes compilation
 
 
 @dataclass(frozen=True)
@@ -147,15 +149,20 @@ class Machine:
         """A trial of a composition on this machine."""
         return Trial(self, self._places[strategy], limit_s)
 
-    def start(self, index: int) -> float:
-        """Seconds of a candidate's next start; compilers have a cache from its first start on."""
-        starts, seconds = self.job.starts(), self.start_s[index]
-        if index in self._compiled:
-            num_shards = self.job.candidates[index].strategy.num_parameter_shards
-            return seconds * starts.of_kind("warm", num_shards) / starts.of_kind("compile", num_shards)
-        if compiles(self.job.candidates[index].strategy):
+    def start(self, index: int) -> tuple[float, float, str]:
+        """Seconds to build and to compile in a candidate's next start, and its kind; compilers have a cache."""
+        strategy, starts = self.job.candidates[index].strategy, self.job.starts()
+        first = starts.kind(strategy)
+        kind = "warm" if index in self._compiled else first
+        build_s, first_s, now_s = (starts.of_kind(of, strategy.num_parameter_shards) for of in ("build", first, kind))
+        factor = self.start_s[index] / first_s
+        if first == "compile" and self.is_late(index):
             self._compiled.add(index)
-        return seconds
+        return factor * build_s, factor * (now_s - build_s), kind
+
+    def is_late(self, index: int) -> bool:
+        """True if a candidate does not fail before compilation."""
+        return self.failures.get(index, "OutOfMemoryError").startswith(LATE)
 
     @property
     def running(self) -> list[int]:
@@ -218,11 +225,13 @@ class Trial:
         self._machine, self._index = machine, index
 
     def start(self) -> bool:
-        machine = self._machine
-        self._spend(machine.start(self._index))
+        machine, step_s = self._machine, self._machine.step_s[self._index]
         self.failure = machine.failures.get(self._index)
-        if self.failure is None:
-            self._spend(FIRST_STEPS * machine.step_s[self._index])
+        build_s, compile_s, kind = machine.start(self._index)
+        self._spend(build_s)
+        if machine.is_late(self._index):
+            self._spend(compile_s)
+        self._spend((FIRST_STEPS[kind] if self.failure is None else EVALUATION) * step_s)
         self.startup_s = self.elapsed_s
         return self.failure is None
 
@@ -232,7 +241,8 @@ class Trial:
         return seconds
 
     def peak_bytes(self) -> float:
-        self.step()
+        if self._machine.job.cluster.device.type == "cpu":
+            self.step()
         return self._machine.job.candidates[self._index].estimate.peak_bytes
 
     def close(self) -> None:

@@ -23,7 +23,7 @@ def test_what_is_chosen_is_near_the_best_of_what_runs(job: Searched, limit: floa
     found = [Machine.drawn(job, seed).searched(limit, seed) for seed in range(8)]
     first = statistics.mean(each["first_by_estimate_regret"] for each in found)
     assert statistics.mean(each["regret"] for each in found) <= max(0.06, first + 0.02)
-    assert statistics.mean(each["runs"] for each in found) <= 8
+    assert statistics.mean(each["runs"] for each in found) <= 9
 
 
 def test_machines_without_errors_of_the_estimate_take_the_estimated_steps(job: Searched) -> None:

@@ -6,6 +6,8 @@ import math
 import random
 import re
 from dataclasses import replace
+from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from torch import nn
 
 from atorch.auto.opt_lib.shared.defaults import complete
 from atorch.auto.planner import dry_run, search
+from atorch.auto.planner.dry_runs import trial as trials
 from atorch.auto.planner.dry_runs.dry_run_loop import MAX_RUNS, relative_time
 from atorch.auto.planner.dry_runs.fault_barrier import Coordinator
 from atorch.auto.planner.dry_runs.step_timing import measure
@@ -21,6 +24,7 @@ from atorch.auto.planner.dry_runs.trial import Feed, Trial, candidate
 from atorch.auto.planner.estimate import RESERVE
 from atorch.auto.planner.planner import starting_point
 from atorch.auto.planner.ranking import Wanted, ranked
+from atorch.auto.reference_step import ReferenceStep
 from atorch.auto.strategy import Strategy
 from atorch.errors import ArgumentError, NoFeasiblePlanError, StrategyError
 from atorch.model.pytree import local_part, tensor_bytes
@@ -178,6 +182,7 @@ def test_a_candidate_in_parts_starts_on_the_meta_device_and_gets_the_models_valu
         ([], 1, 1),
         (["ddp"], 2, 1),
         (["fsdp"], 4, 4),
+        (["chunk"], 2, 2),
         ([("parallel_mode", ([("tensor", 2), ("data", 4)], None)), "tensor_parallel", "zero2"], 8, 8),
         ([("parallel_mode", ([("context", 2), ("data", 2)], None)), "context_parallel", "fsdp"], 4, 1),
     ],
@@ -232,6 +237,29 @@ def test_a_candidate_keeps_ties_is_real_and_takes_few_steps():
     outcome = measure(trial, 0.0, None)
     trial.close()
     assert outcome.num_steps == 1
+
+
+@pytest.mark.parametrize(("steps", "taken"), [((1.0, 1.02), 2), ((1.0, 1.05, 1.0), 3), ((1.0, 2.0, 1.99), 2)])
+def test_two_long_steps_that_are_close_are_enough(steps, taken):
+    left = iter(steps)
+    trial = SimpleNamespace(
+        start=lambda: True, step=lambda: next(left), peak_bytes=lambda: 1.0, elapsed_s=0.0, startup_s=0.0,
+        memory_kind="none",
+    )  # fmt: skip
+    assert measure(trial, math.inf, None).num_steps == taken
+
+
+def test_a_candidate_that_cannot_be_evaluated_fails_before_its_first_pass_compiles():
+    ctx = replace(context(), plain_pass=ReferenceStep())
+    trial = Trial(ctx, Strategy(), Coordinator(ctx.world), Feed(ctx), 30.0)
+    with (
+        mock.patch.object(trials, "cannot_evaluate", return_value="it cannot be evaluated"),
+        mock.patch.object(trials, "check") as first_pass,
+    ):
+        assert not trial.start()
+    trial.close()
+    assert "cannot be evaluated" in trial.failure
+    first_pass.assert_not_called()
 
 
 def test_a_dry_run_of_one_strategy_leaves_samplers_where_they_were():

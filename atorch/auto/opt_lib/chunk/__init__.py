@@ -99,6 +99,10 @@ class Chunk(Method):
         """The axis zero, over which chunks are sharded if the mesh has data, too."""
         return ("zero",)
 
+    @property
+    def shards_parameters(self) -> tuple[str, ...]:
+        return REPLICA_AXES
+
     def unfit(self, cost: Cost) -> str | None:
         by_chunks = any(segment.loss_chunks > 1.0 for segment in cost.segments)
         excluded = {"fp8": cost.fp8 is not None, "pipeline_parallel": cost.stages > 1, "cross_entropy": by_chunks}

@@ -37,7 +37,7 @@ from atorch.units import format_seconds
 
 MAX_RUNS = 16
 MIN_GAIN = 0.002  # share of a step: candidates with less expected gain are not run
-STEPS, LEAST = 5, 2  # steps of a dry run after its start, typically and at least
+STEPS = 2  # least steps of a dry run after its start
 TRAINING_S = 3600.0  # assumed length of training, at least an epoch; trials must pay off within it
 TRAINING_LIMITS = 30.0  # and at least this many times the user's time limit of the search
 UNLIKELY = 0.02  # causes of failures, and candidates that run, with less probability are left out
@@ -111,8 +111,8 @@ class DryRunLoop:
             return None
         choice, training_s = self.choice(), self._training_s()
         starts_s, steps_s = self._starts_s(self._kinds), np.exp(self._guide.predictions[0])
-        in_time = starts_s + LEAST * steps_s <= self._clock.left
         takes_s = starts_s + STEPS * steps_s
+        in_time = takes_s <= self._clock.left
         is_cheap = in_time & self._alive() & (takes_s <= CHEAP * self._clock.whole)
         if self.baseline not in self.measured and is_cheap[self.baseline]:
             return self.baseline
@@ -147,7 +147,8 @@ class DryRunLoop:
         """Expected seconds to the end of every candidate's first step."""
         starts = list(zip(kinds, self._shards, strict=True))
         seconds = {start: self.job.starts.of_kind(*start) for start in set(starts)}
-        return np.array([seconds[start] for start in starts]) + FIRST_STEPS * np.exp(self._guide.predictions[0])
+        steps_s = np.array([FIRST_STEPS[kind] for kind in kinds]) * np.exp(self._guide.predictions[0])
+        return np.asarray([seconds[start] for start in starts] + steps_s)
 
     def _alive(self) -> npt.NDArray[np.bool_]:
         alive = np.ones(len(self._candidates), dtype=bool)
@@ -251,7 +252,7 @@ class DryRunLoop:
         else:
             self.reject(index, outcome)
             if trial.elapsed_s > self._start_s(index):  # at least so long are such starts
-                self.job.starts.saw(strategy, trial.elapsed_s, math.exp(self._guide.predictions[0][index]))
+                self.job.starts.saw(strategy, trial.elapsed_s, 0.0)
         if self.progress is not None:
             step_s = outcome.step_s if isinstance(outcome, Measurement) else None
             left_s = max(0.0, min(trial.elapsed_s * (MAX_RUNS - self.num_runs), self._clock.left))

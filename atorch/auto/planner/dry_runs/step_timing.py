@@ -20,6 +20,7 @@ from atorch.auto.planner.ranking import compiles
 from atorch.auto.strategy import Strategy
 
 WARM_UP, STEADY = 6, 0.1  # at most this many steps, until two differ by less than this fraction
+CLOSE = 0.03  # of two steps that differ by less, no third is taken
 TIMEOUT_S = 300.0  # seconds that a process waits for its peers in a dry run
 HOPELESS = 2.0  # multiple of the best step from which on a step need not be measured well
 
@@ -80,7 +81,7 @@ def measure(trial: Trial, share_s: float, best_s: float | None) -> Measurement |
         if is_steady or trial.elapsed_s + seconds > share_s:
             break
     is_hopeless = best_s is not None and steps[-1] > HOPELESS * best_s
-    while len(steps) < _enough(steps[-1]) and not is_hopeless and trial.elapsed_s + steps[-1] <= share_s:
+    while len(steps) < _enough(steps) and not is_hopeless and trial.elapsed_s + steps[-1] <= share_s:
         seconds = trial.step()
         if seconds is None:
             return failure_of(trial)
@@ -97,9 +98,10 @@ def measure(trial: Trial, share_s: float, best_s: float | None) -> Measurement |
     )
 
 
-def _enough(step_s: float) -> int:
-    """Steps for a median: half a second's worth, 3 to 20."""
-    return min(20, max(3, int(0.5 / max(step_s, 1e-6))))
+def _enough(steps: Sequence[float]) -> int:
+    """Steps for a median: half a second's worth, at most 20 and at least 3, or 2 that are close."""
+    least = 2 if max(steps) < (1 + CLOSE) * min(steps) else 3
+    return min(20, max(least, int(0.5 / max(steps[-1], 1e-6))))
 
 
 def failure_of(trial: Trial) -> Failure:

@@ -180,7 +180,8 @@ class TimeBudget:
         self._default = max(DEFAULT_S, DEFAULT_STEPS * step_s, DEFAULT_STARTS * start_s)
 
 
-FIRST_STEPS = 3.0  # steps in a start: two passes of the verification, and the first step
+FIRST_STEPS: Mapping[str, float] = {"build": 3.0, "compile": 2.3, "warm": 2.3}
+"""Kind of start → steps in it: evaluation, two passes of the verification or one if it compiles, and the first step."""
 SPREAD, NOISE = 0.5, 0.3  # standard deviations of the logarithm: of a kind of start on a machine, and of one start
 
 
@@ -235,7 +236,7 @@ class Starts:
         """Learn from the seconds of a start; returns its kind, and the ratio to the seconds of `COSTS`."""
         kind = self.kind(strategy)
         build_s, compiled_s = self._parts(kind, strategy.num_parameter_shards)
-        rest = seconds - FIRST_STEPS * step_s - (build_s if kind != "build" else 0.0)
+        rest = seconds - FIRST_STEPS[kind] * step_s - (build_s if kind != "build" else 0.0)
         expected = (build_s if kind == "build" else compiled_s) / self._factor(kind)
         ratio = min(10.0, max(0.1, rest / expected))
         self._ratios.setdefault(kind, []).append(math.log(ratio))

@@ -199,11 +199,12 @@ class Trial:
         return None if seconds is None else max(seconds)
 
     def peak_bytes(self) -> float | None:
-        """The highest peak of all ranks in one more step; None if a rank failed."""
+        """The highest peak of all ranks; None if a rank failed. CUDA counts it in any step, others in one more."""
 
         def watched() -> float:
             with self._memory.watching():
-                self._timed_step()
+                if self._device.type != "cuda":
+                    self._timed_step()
             return self._memory.peak_bytes
 
         peaks = self._guard.together(watched)
@@ -232,10 +233,10 @@ class Trial:
         if expected is not None:
             assert self._applied is not None, "built"
             assert self._result is not None, "built"
-            check(self._applied, self._result, expected)
-            cannot = cannot_evaluate(self._applied, self._result, expected)
+            cannot = cannot_evaluate(self._applied, self._result, expected)  # first: it fails before compilers run
             if cannot is not None:
                 raise StrategyError(cannot)
+            check(self._applied, self._result, expected)
         return True
 
     def _first_step(self) -> float:
