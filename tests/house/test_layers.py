@@ -17,6 +17,7 @@ LAYERS = {
     "atorch.patrickstar": 6,
     "atorch.auto.planner": 5,
     "atorch.auto.opt_lib": 4,
+    "atorch.trainer_configs": 4,
     "atorch.auto.strategy": 3,
     "atorch.auto.context": 3,
     "atorch.auto.verification": 3,
