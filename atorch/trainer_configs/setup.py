@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from atorch.cost.parallelism import AXES, BATCH_AXES
+from atorch.cost.parallelism import AXES, BATCH_AXES, REPLICA_AXES
 from atorch.errors import ArgumentError, StrategyError, shown
 
 if TYPE_CHECKING:
-    from atorch.auto.strategy import Strategy
+    from atorch.auto.strategy import Method, Strategy
+    from atorch.trainer_configs.source import Source
 
 
 Kind = Literal["used", "assumed", "not expressed", "no effect", "unknown"]
+
+IRRELEVANT: tuple[Kind, str] = ("no effect", "neither the estimate of memory nor that of time depends on it")
 
 
 @dataclass(frozen=True)
@@ -135,9 +138,11 @@ class TrainingSetup:
         sizes = {**self.axes, "data": data}
         slices = [[name, sizes[name]] for name in AXES if sizes.get(name, 1) > 1]
         strategy = Strategy.of([["parallel_mode", {"slices": slices}], *self.methods] if slices else [*self.methods])
+        if math.prod(sizes.get(name, 1) for name in REPLICA_AXES) == 1:
+            strategy = Strategy(tuple(method for method in strategy if not method.needs_replicas))
         if count is not None and count > 1:
             size = {"count": count} if micro is None else {"size": micro}
-            reduces = {"reduce": "each"} if self.reduces_each else {}
+            reduces = {"reduce": "each"} if self.reduces_each and strategy.splits_over("zero") else {}
             strategy = strategy.with_method(["micro_batch", {**size, **reduces}])
         return complete(strategy, world_size)
 
@@ -164,10 +169,104 @@ class TrainingSetup:
             size = rows // stages.micro_batches
         if not isinstance(size, int) or size < 1 or rows % size:
             raise StrategyError(f"{shown(str(cut))} does not divide {rows} samples of a process; give a size")
-        derived = ("parallel_mode", "micro_batch")
+        derived = ("parallel_mode", "micro_batch")  # and ddp, which `complete` adds
         kept = [item for item in strategy.to_list() if item != "ddp" and item[0] not in derived and item not in derived]
         return cls(
             **{**{name: getattr(setup, name) for name in cls.__dataclass_fields__}, "methods": tuple(kept)}
             | {"micro_batch": size, "accumulation": rows // size, "global_batch": global_batch}
             | {"reduces_each": cut is not None and cut.reduce == "each"}
         )
+
+
+class Draft:
+    """The parts of a setup as a reader finds them.
+
+    `precision` is the word of a trainer: fp32, bf16, fp16 or fp8, None as long as nothing says it. The method for it
+    depends on the engine, so `set_precision` adds it in the end.
+    """
+
+    def __init__(self, **fields: Any) -> None:
+        self.fields: dict[str, Any] = {"axes": {}, "knobs": {}, **fields}
+        self.precision: str | None = None
+        self.weights: str | None = None  # the type that they are loaded in
+        self._methods: dict[str, Any] = {}
+
+    def add(self, name: str, **config: Any) -> None:
+        """Add a method, in place of an earlier one of this name or of its slot."""
+        slot = SLOTS.get(name, name)
+        self._methods.pop(slot, None)
+        self._methods[slot] = [name, config] if config else name
+
+    def split(self, axis: str, size: int | None, method: str, **config: Any) -> None:
+        """Split over an axis of more than one process by a method."""
+        if size is not None and size > 1:
+            self.fields["axes"][axis] = size
+            self.add(method, **config)
+
+    def has(self, *names: str) -> bool:
+        return any(_pair(item)[0] in names for item in self._methods.values())
+
+    def config(self, name: str) -> dict[str, Any] | None:
+        """The configuration of a method, or None if it is not there."""
+        return next((config for held, config in map(_pair, self._methods.values()) if held == name), None)
+
+    def set_precision(self) -> str:
+        """Add the method of the precision, if there is none, and say which it is."""
+        if self.has("half", "amp_native"):
+            return "as the engine has it"
+        is_sharded = self.has("fsdp", "zero2")
+        if self.weights in ("bf16", "fp16") and not (is_sharded and self.precision):
+            self.fields["knobs"] |= {"dtype": self.weights}
+            return f"dtype {self.weights}: weights, gradients and optimizer states, without fp32 copies"
+        if self.precision in (None, "fp32"):
+            return "computed in the type of the weights, fp32"
+        dtype = "fp16" if self.precision == "fp16" else "bf16"
+        if not is_sharded:
+            self.add("amp_native", dtype=dtype)
+            return f"amp_native: products in {dtype}, and weights in fp32"
+        self.add("half", dtype=dtype)
+        return f"half: weights are gathered in {dtype}, and the optimizer steps fp32 shards"
+
+    def setup(self, tool: str, entries: tuple[Entry, ...]) -> TrainingSetup:
+        return TrainingSetup(tool=tool, methods=tuple(self._methods.values()), entries=entries, **self.fields)
+
+
+def _pair(item: Any) -> tuple[str, dict[str, Any]]:
+    return (item, {}) if isinstance(item, str) else (item[0], item[1])
+
+
+SLOTS: Mapping[str, str] = {
+    **dict.fromkeys(("ddp", "zero1", "zero2", "fsdp", "chunk"), "data_parallel"),
+    **dict.fromkeys(("half", "amp_native"), "precision"),
+}
+
+
+def lacking_knobs(method: Method, has: Collection[str]) -> str | None:
+    """The knobs of a method that are set and that a trainer does not have, in words, or None."""
+    lacking = sorted(set(method.model_dump(exclude_defaults=True)).difference(has))
+    return f"there is no {' and no '.join(lacking)}" if lacking else None
+
+
+@dataclass(frozen=True)
+class Target:
+    """A trainer whose configuration can be read and written.
+
+    Args:
+        title: its name in sentences.
+        recognises: True if the source has this format.
+        read: the setup of a source. Raises ArgumentError for values that the trainer would not take either.
+        lacks: reasons, each with the name of the method, setting or combination of the strategy (complete, or a part
+            of one) that the trainer does not have; empty if it can express all. A part that lacks something is never
+            made expressible by more methods.
+        write: the files of a setup whose strategy `lacks` nothing, by name.
+        command: the command that starts training on one node, for `sh`. The variables NNODES, NODE_RANK, MASTER_ADDR,
+            MASTER_PORT and GPUS (of a node) are set; `train.py` stands for the user's script.
+    """
+
+    name: str
+    title: str
+    recognises: Callable[[Source], bool]
+    read: Callable[[Source], TrainingSetup]
+    lacks: Callable[[Strategy], tuple[str, ...]]
+    write: Callable[[TrainingSetup], Mapping[str, str]]
+    command: Callable[[TrainingSetup], str]

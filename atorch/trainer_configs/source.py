@@ -10,7 +10,7 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -139,50 +139,81 @@ def yaml_text(values: Mapping[str, Any], indent: str = "") -> str:
     return "".join(lines)
 
 
-_ARRAY = re.compile(r"^\s*(?:export\s+|readonly\s+|local\s+)?(\w+)\+?=\(([^()]*)\)", re.MULTILINE)
-_SET = re.compile(r"^(?:export\s+|readonly\s+|local\s+)?(\w+)=(.*)$")
+_ARRAY = re.compile(r"^([ \t]*(?:\w+[ \t]+)?\w+\+?=)\(([^()]*)\)", re.MULTILINE)
+_SET = re.compile(r"(\w+)(\+?)=(.*)", re.DOTALL)
 _VARIABLE = re.compile(r"\$\{(\w+)(?:\[[@*]\])?(?::?[-=]([^{}]*))?\}|\$(\w+)")
 _PRODUCT = re.compile(r"\$\(\(\s*(\d{1,9})\s*([*/+-])\s*(\d{1,9})\s*\)\)")
+_ENDS = ("&&", "||", "|", "&", ";", "then", "do")
 MAX_WORDS = 5_000
+MAX_FILLED = 2**20  # characters of a script with its variables put in
 
 
-def longest_command(text: str) -> tuple[str, ...]:
+def longest_command(text: str, depth: int = 2) -> tuple[str, ...]:
     """The words of the longest command of a shell text, with the text's own variables put in.
 
     Variables that it does not set stay as they are written, such as `$SLURM_NNODES`.
 
     Raises:
-        ArgumentError: quotes are not closed, or there are too many words.
+        ArgumentError: quotes are not closed, or there are too many words or characters.
     """
-    text = re.sub(r"\\\r?\n", " ", text)
     variables: dict[str, str] = {}
-
-    def filled(part: str) -> str:
-        def value(found: re.Match[str]) -> str:
-            return variables.get(found[1] or found[3], found[2] if found[2] is not None else found[0])
-
-        part = _VARIABLE.sub(value, part)[: 2 * FORMAT.max_bytes]
-        return _PRODUCT.sub(lambda found: _computed(int(found[1]), found[2], int(found[3])), part)
-
-    for found in _ARRAY.finditer(text):
-        inner = " ".join(line.partition(" #")[0] for line in found[2].splitlines() if not line.lstrip().startswith("#"))
-        before = f"{variables.get(found[1], '')} " if "+=" in found[0].partition("(")[0] else ""
-        variables[found[1]] = f"{before}{inner}"
     best: tuple[str, ...] = ()
-    for line in _ARRAY.sub("", text).splitlines():
-        assigned = _SET.match(line.strip())
-        if assigned is not None and not _has_command(assigned[2]):
-            quoted = re.fullmatch(r"""(["'])(.*)\1""", assigned[2].strip(), re.DOTALL)
-            variables[assigned[1]] = filled(quoted[2] if quoted else assigned[2].partition(" #")[0].strip())
-            continue
-        words = _words(filled(filled(filled(line))))
-        best = max(best, words, key=len)
+    size = 0
+    # An array is a variable of its words.
+    text = _ARRAY.sub(lambda found: f'{found[1]}"{_uncommented(found[2])}"', re.sub(r"\\\r?\n", " ", text))
+    for line in _logical_lines(text):
+        filled = line
+        for _ in range(3):
+            filled = _filled(filled, variables)
+            size += len(filled)
+            if size > MAX_FILLED:
+                raise ArgumentError(f"a script of more than {MAX_FILLED:,} characters once its variables are put in")
+        command: list[str] = []
+        for word in (*_words(filled), ";"):
+            assigned = _SET.fullmatch(word) if set(command) <= {"export", "readonly", "local"} else None
+            if assigned is not None:
+                before = f"{variables.get(assigned[1], '')} " if assigned[2] else ""
+                variables[assigned[1]] = before + assigned[3]
+            elif word in _ENDS:
+                best, command = max(best, tuple(command), key=len), []
+            else:
+                command.append(word.removesuffix(";"))
+                if depth and len(command) > 1 and command[-2] == "-c" and " " in word:
+                    best = max(best, longest_command(word, depth - 1), key=len)
+                if word.endswith(";"):
+                    best, command = max(best, tuple(command), key=len), []
     return best
 
 
-def _has_command(value: str) -> bool:
-    """True if a command follows an assignment, as in `OMP_NUM_THREADS=1 torchrun …`."""
-    return value[:1] not in "\"'$(" and len(value.split("#")[0].split()) > 1
+def _filled(text: str, variables: Mapping[str, str]) -> str:
+    def value(found: re.Match[str]) -> str:
+        return variables.get(found[1] or found[3], found[2] if found[2] is not None else found[0])
+
+    text = _VARIABLE.sub(value, text)
+    return _PRODUCT.sub(lambda found: _computed(int(found[1]), found[2], int(found[3])), text)
+
+
+def _uncommented(inner: str) -> str:
+    lines = (line.partition(" #")[0] for line in inner.splitlines() if not line.lstrip().startswith("#"))
+    return " ".join(lines).replace('"', "").replace("'", "")
+
+
+def _logical_lines(text: str) -> Iterator[str]:
+    """Lines, of which those inside of quotes are one."""
+    start, quote, is_escaped = 0, "", False
+    for place, char in enumerate(text):
+        if is_escaped:
+            is_escaped = False
+        elif char == "\\" and quote != "'":
+            is_escaped = True
+        elif quote:
+            quote = "" if char == quote else quote
+        elif char in "\"'" and text[text.rfind("\n", 0, place) + 1 : place].lstrip()[:1] != "#":
+            quote = char
+        elif char == "\n":
+            yield text[start:place]
+            start = place + 1
+    yield text[start:]
 
 
 def _words(line: str) -> tuple[str, ...]:
@@ -235,7 +266,7 @@ class Fields:
         self.source, self.data, self._prefix = source, data, prefix
         self._entries: list[Entry] = [] if entries is None else entries
         self._told: set[str] = set()
-        self._within: list[Fields] = []
+        self._within: dict[str, Fields] = {}
 
     def __contains__(self, key: object) -> bool:
         return self.data.get(key) is not None if isinstance(key, str) else False
@@ -307,22 +338,42 @@ class Fields:
         return value
 
     def within(self, key: str) -> Fields:
-        """The keys of a nested mapping; none if it is missing or null.
+        """The keys of a nested mapping, the same object each time; none if it is missing or null.
 
         Raises:
             ArgumentError: the value is something else.
         """
-        value = self.data.get(key)
-        if value is not None and not isinstance(value, Mapping):
-            raise self.invalid(key, "it is a mapping of keys to values")
-        self._told.add(key)
-        inner = Fields(self.source, value or {}, f"{self._prefix}{key}.", self._entries)
-        self._within.append(inner)
-        return inner
+        if key not in self._within:
+            value = self.data.get(key)
+            if value is not None and not isinstance(value, Mapping):
+                raise self.invalid(key, "it is a mapping of keys to values")
+            self._told.add(key)
+            self._within[key] = Fields(self.source, value or {}, f"{self._prefix}{key}.", self._entries)
+        return self._within[key]
+
+    def extend(self, entries: Iterable[Entry]) -> None:
+        """Add entries that were told of another source."""
+        self._entries.extend(entries)
+
+    def prefix_keys(self, prefix: str) -> None:
+        """Let keys begin with a prefix, which they may lack.
+
+        Raises:
+            ArgumentError: a key is there with it and without it.
+        """
+        for key in self.data:
+            if not key.startswith(prefix) and prefix + key in self.data:
+                raise self.invalid(key, f"{prefix}{key} is there as well; leave one")
+        self.data = {key if key.startswith(prefix) else prefix + key: value for key, value in self.data.items()}
+
+    def also(self, data: Mapping[str, Any], prefix: str) -> Fields:
+        """Further keys, of another file or section, whose entries and unknown keys are told with these."""
+        self._within[prefix] = Fields(self.source, data, prefix, self._entries)
+        return self._within[prefix]
 
     def _untold(self) -> Iterator[tuple[Fields, str]]:
         yield from ((self, key) for key in self.data if key not in self._told)
-        for inner in self._within:
+        for inner in self._within.values():
             yield from inner._untold()
 
     def finish(self, known: Collection[str] = ()) -> tuple[Entry, ...]:
