@@ -14,7 +14,7 @@ from atorch.trainer_configs.source import Fields, Source
 __all__ = ["TARGETS", "Entry", "Fields", "Kind", "Source", "Target", "TrainingSetup", "recognised", "target"]
 
 
-TARGETS = ("accelerate", "deepspeed", "transformers")
+TARGETS = ("megatron", "torchtitan", "automodel", "axolotl", "accelerate", "deepspeed", "transformers")
 """Names of targets, each a module of this package with its `TARGET`, the most specific format first."""
 
 
