@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import operator
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -355,7 +356,7 @@ def command_of(source: Source) -> tuple[Command, Mapping[str, tuple[str, ...]]]:
         ArgumentError: as `read_script`.
     """
     path = Path(source.name)
-    if source.words and path.suffix.lower() in SUFFIXES and path.is_file():
+    if not source.data and path.suffix.lower() in SUFFIXES and os.path.isfile(path):
         script = read_script(read_bytes(path, FORMAT).decode(errors="replace"))
         return script.main_command, script.variables
     words, variables = list(source.words), dict[str, str]()
