@@ -32,7 +32,7 @@ def compositions(tool):
         methods += ["context_parallel"] if context > 1 else []
         methods += [["pipeline_parallel", SCHEDULES[len(mode) % 3]]] if stages > 1 else []
         methods += ["fsdp" if data == "hsdp" else data] if shares * context > 1 else []
-        by_each = data in ("zero2", "fsdp", "hsdp") and stages == 1 and tool != "automodel"
+        by_each = data in ("zero2", "fsdp", "hsdp") and stages == 1 and (tool != "automodel" or compiled)
         methods += [["micro_batch", {"size": 2, **({"reduce": "each"} if by_each else {})}]] if cut else []
         mesh = ["parallel_mode", {"slices": [[name, size] for name, size in axes.items() if size > 1]}]
         strategy = Strategy.of([mesh, *methods])

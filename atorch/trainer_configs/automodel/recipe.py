@@ -83,7 +83,7 @@ def recipe(setup: TrainingSetup) -> dict[str, Any]:
         **{f"{name}_size": setup.axes.get(axis, 1) for name, axis in sizes.items()},
     }
     if sharding is not None:
-        is_each = getattr(methods.get("micro_batch"), "reduce", "once") == "is_each"
+        is_each = getattr(methods.get("micro_batch"), "reduce", "once") == "each"
         distributed |= {"reshard_after_forward": sharding == "fsdp", "defer_fsdp_grad_sync": not is_each}
         distributed |= {"dp_replicate_size": shares // zero} if zero > 1 else {}
     if "sequence_parallel" in methods:

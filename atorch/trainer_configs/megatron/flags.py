@@ -137,7 +137,7 @@ def _shape_flags(setup: TrainingSetup) -> list[str]:
     if not shape:
         return ["${MODEL_ARGS:?the flags of your model}"]
     names = {name: flag for flag, (name, _) in SIZES.items()} | {"ffn": "--ffn-hidden-size", "vocab": "--vocab-size"}
-    found = ["--use-mcore-models", "--swiglu", "--normalization", "RMSNorm", "--position-embedding-type", "rope"]
+    found = ["--swiglu", "--normalization", "RMSNorm", "--position-embedding-type", "rope"]
     found += ["--disable-bias-linear", "--group-query-attention", "--num-query-groups"]
     found.append(str(shape.get("kv-heads") or shape["heads"]))
     for name, flag in names.items():
