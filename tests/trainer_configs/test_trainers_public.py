@@ -74,6 +74,7 @@ WRONG = {
         ("--parallelism.tensor_parallel_degree 0 --training.seq_len 8", "at least 1"),
         ("--parallelism.data_parallel_shard_degree 0 --training.seq_len 8", "-1"),
         ("--parallelism.data_parallel_shard_degree -2 --training.seq_len 8", "at least -1"),
+        ("--training.seq_len 8 --training.max_context_length 8", "took its place"),
         ("--training.dtype float8 --training.seq_len 8", "training.dtype"),
         ("--activation_checkpoint.mode some --training.seq_len 8", "activation_checkpoint.mode"),
         ("--parallelism.pipeline_parallel_degree 2 --parallelism.pipeline_parallel_schedule 2F2B", "1f1b"),

@@ -185,8 +185,14 @@ def _read_mesh(fields: Fields, draft: Draft, config: Mapping[str, Any], layers: 
 
 def _read_batches(fields: Fields, draft: Draft, config: Mapping[str, Any], is_new: bool) -> None:
     stages = draft.fields["axes"].get("pipeline", 1)
+    forms = ("training.local_batch_size", "training.global_batch_size", "training.seq_len"), (TOKENS, CONTEXT)
+    old, new = (next((key for key in form if key in fields), None) for form in forms)
+    if old and new:
+        raise fields.invalid(old, f"{new} is given as well, which took its place; give one form")
+    length = config.get("seq", 2048)
     if not is_new:
-        local, size = number(fields, "training.local_batch_size", default=8) or 8, 1
+        local = number(fields, "training.local_batch_size", default=config.get("tokens", 8 * length) // length) or 1
+        size = 1
         if stages > 1:
             size = number(fields, "parallelism.pipeline_parallel_microbatch_size", default=1) or 1
             if local % size:
@@ -196,9 +202,9 @@ def _read_batches(fields: Fields, draft: Draft, config: Mapping[str, Any], is_ne
             total = None
         draft.fields |= {"micro_batch": size if stages > 1 else local, "global_batch": total}
         draft.fields["accumulation"] = None if total else local // size if stages > 1 else 1
-        draft.fields["seq"] = number(fields, "training.seq_len", default=2048)
+        draft.fields["seq"] = number(fields, "training.seq_len", default=length)
     else:
-        seq = number(fields, CONTEXT, default=config.get("seq", 2048)) or 2048
+        seq = number(fields, CONTEXT, default=length) or 1
         tokens = number(fields, TOKENS, default=config.get("tokens", 16384)) or 16384
         if tokens % seq:
             fields.tell(TOKENS, "not expressed", f"{max(1, tokens // seq)} samples of {seq} tokens in the estimate")
@@ -219,9 +225,9 @@ def _read_batches(fields: Fields, draft: Draft, config: Mapping[str, Any], is_ne
         "training.num_tokens_per_train_step": ("used", "tokens of a step on all devices"),
         "parallelism.num_pp_microbatches": ("used" if stages > 1 else "no effect", "micro-batches of a pipeline"),
     })  # fmt: skip
-    for key, size in (("training.local_batch_size", 8), ("training.seq_len", 2048)):
+    for key in ("training.local_batch_size", "training.seq_len"):
         if not is_new and key not in fields:
-            fields.tell(key, "assumed", f"{size}, torchtitan's default")
+            fields.tell(key, "assumed", "the default of the configuration, or torchtitan's 8 samples of 2,048 tokens")
 
 
 def _read_sharding(fields: Fields, draft: Draft, is_new: bool) -> None:
