@@ -28,7 +28,7 @@ RECIPE = ("lora", "qlora", "optimizer", "dtype", "attention")  # options that a 
 
 @dataclass(frozen=True)
 class Given:
-    """What options say beside a configuration: they fill in what it does not say."""
+    """Options beside a configuration, which fill in what it does not say."""
 
     configuration: str
     named: str | None
@@ -89,16 +89,20 @@ def _with_options(setup: TrainingSetup, given: Given) -> TrainingSetup:
     from atorch.auto.strategy import Strategy
 
     batch = given.wanted.get("global_batch")
-    for name, option, value in (
-        ("micro_batch", "--micro-batch", given.micro_batch),
-        ("global_batch", "--batch", batch),
-        ("seq", "--seq", given.seq),
+    assumed = {entry.key.rpartition("--")[2] for entry in setup.entries if entry.kind == "assumed"}
+    changed: dict[str, Any] = {"seq": given.seq or setup.seq}
+    for name, option, value, key in (
+        ("micro_batch", "--micro-batch", given.micro_batch, "per_device_train_batch_size"),
+        ("global_batch", "--batch", batch, ""),
     ):
         held = getattr(setup, name)
-        if value is not None and held not in (None, value) and name != "seq":
+        if value is not None and held not in (None, value) and key not in assumed:
             raise ArgumentError(f"{option} is {value}, and {given.configuration} says {held}; leave the option out")
         if value is not None:
-            setup = replace(setup, **{name: value})
+            changed[name] = value
+    if batch is not None and "gradient_accumulation_steps" in assumed:
+        changed["accumulation"] = None
+    setup = replace(setup, **changed)
     names = [*(given.wanted.get("included") or ()), *(["cross_entropy"] if given.wanted.get("cross_entropy") else [])]
     for name in names:
         if name not in Strategy.of(list(setup.methods)):

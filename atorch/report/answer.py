@@ -199,9 +199,9 @@ def explanation_report(data: Mapping[str, Any], title: str = "", max_rows: int =
     idle = [entry["key"] for entry in data["entries"] if entry["kind"] == "no effect"]
     if idle:
         parts.append(Text(f"No effect on memory or time: {', '.join(idle)}.", style="dim"))
-    rows = [(name, *figures) for name, *figures in improvements(data, max_rows)]
+    gains = list(improvements(data, max_rows))
     head = ("change", ">step", ">saves", ">memory needed", ">saves memory")
-    parts.append(table("What one change gains", head, rows) if rows else Text("No single change gains more."))
+    parts.append(table("What one change gains", head, gains) if gains else Text("No single change gains more."))
     return Group(*parts)
 
 

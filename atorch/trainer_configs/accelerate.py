@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from atorch.trainer_configs import deepspeed, transformers
+from atorch.trainer_configs.deepspeed_keys import STAGES
 from atorch.trainer_configs.fsdp_settings import PARALLEL, read_fsdp, read_parallelism
 from atorch.trainer_configs.setup import IRRELEVANT, Draft, Entry, Kind, Target, TrainingSetup, lacking_knobs
 from atorch.trainer_configs.source import Fields, Source, values_of, yaml_text
@@ -183,7 +184,7 @@ def _read_deepspeed(fields: Fields, draft: Draft, source: Source) -> None:
         deepspeed.read_config(Fields(source.name, config), draft)
         number = 2 if stage is None else stage
         default = "2, Accelerate's default: " if stage is None else ""
-        fields.tell("zero_stage", "used" if stage is not None else "assumed", default + deepspeed.STAGES[number][1])
+        fields.tell("zero_stage", "used" if stage is not None else "assumed", default + STAGES[number][1])
         held = draft.config("offload") or {}
         for key, kept in (("offload_optimizer_device", "optimizer"), ("offload_param_device", "parameters")):
             if devices[key] not in (None, "none"):
@@ -322,7 +323,7 @@ def _without_recompute(setup: TrainingSetup) -> dict[str, Any]:
 def config_of(setup: TrainingSetup) -> dict[str, Any]:
     """The values of the file of a setup that `lacks` nothing."""
     world = setup.world_size or 1
-    methods = {method.name: method for method in setup.strategy(world)}
+    methods: dict[str, Any] = {method.name: method for method in setup.strategy(world)}
     fsdp, precision = fsdp_of(setup), next((methods[n] for n in ("half", "amp_native") if n in methods), None)
     config: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
@@ -351,7 +352,7 @@ def config_of(setup: TrainingSetup) -> dict[str, Any]:
 
 def fsdp_of(setup: TrainingSetup) -> dict[str, Any]:
     """The fsdp_config of a setup; empty if nothing is sharded."""
-    methods = {method.name: method for method in setup.strategy(setup.world_size or 1)}
+    methods: dict[str, Any] = {method.name: method for method in setup.strategy(setup.world_size or 1)}
     if not {"fsdp", "zero2"} & set(methods):
         return {}
     recompute = methods.get("checkpoint")

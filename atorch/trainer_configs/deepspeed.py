@@ -300,7 +300,7 @@ def config_of(setup: TrainingSetup) -> dict[str, Any]:
     world = setup.world_size or 1
     strategy = setup.strategy(world)
     micro, count, total = setup.batches(world)
-    methods = {method.name: method for method in strategy}
+    methods: dict[str, Any] = {method.name: method for method in strategy}
     stage = next((number for number, (name, _) in STAGES.items() if name in methods), 2 if "offload" in methods else 0)
     zero: dict[str, Any] = {"stage": stage, "overlap_comm": True, "contiguous_gradients": True}
     config: dict[str, Any] = {

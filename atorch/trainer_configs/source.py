@@ -26,7 +26,7 @@ MAX_MERGED = 1_000  # keys that `<<` may bring into one mapping, and merges in a
 
 @dataclass(frozen=True)
 class Source:
-    """What was given. One of `data` and `words` is empty.
+    """A configuration as it was given. One of `data` and `words` is empty.
 
     Args:
         name: the path or the beginning of the command, for messages.
@@ -97,7 +97,7 @@ def parse_yaml(text: bytes) -> Json:
     except ImportError as error:
         raise CapabilityError("a YAML file needs pyyaml: pip install pyyaml, or give the file as JSON") from error
 
-    class Loader(yaml.SafeLoader):
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]  # it has no types
         """Refuses keys that are there twice, and limits what `<<` merges, which may grow without bound."""
 
         merges = 0

@@ -9,6 +9,7 @@ import json
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from atorch.errors import ArgumentError
@@ -46,19 +47,23 @@ def read_arguments(fields: Fields, draft: Draft, source: Source) -> tuple[Entry,
     _read_methods(fields, draft)
     if fields.data.get("fsdp") or fields.data.get("fsdp_config"):
         _read_fsdp(fields, draft, source)
-    named = fields.data.get("deepspeed")
-    extra: tuple[Entry, ...] = ()
-    if named:
-        from atorch.trainer_configs import deepspeed
-
-        if not isinstance(named, (str, Mapping)):
-            raise fields.invalid("deepspeed", "it is the path of a configuration, or the configuration")
-        values = named if isinstance(named, Mapping) else values_of(source.beside(named))
-        name = "deepspeed" if isinstance(named, Mapping) else named
-        extra = deepspeed.read_config(Fields(name, values, "deepspeed: "), draft, TITLE)
-        fields.tell("deepspeed", "used", "DeepSpeed's configuration; its keys follow")
+    if fields.data.get("deepspeed"):
+        _read_deepspeed(fields, draft, source, "deepspeed", TITLE)
     fields.tell_all(dict.fromkeys(NO_EFFECT.split(), IRRELEVANT))
-    return (*fields.finish((*KNOWN, *NO_EFFECT.split())), *extra)
+    return fields.finish((*KNOWN, *NO_EFFECT.split()))
+
+
+def _read_deepspeed(fields: Fields, draft: Draft, source: Source, key: str, filled_by: str) -> None:
+    """DeepSpeed's configuration, which a key names or holds."""
+    from atorch.trainer_configs import deepspeed
+
+    named = fields.data[key]
+    if not isinstance(named, (str, Mapping)):
+        raise fields.invalid(key, "it is the path of a configuration, or the configuration")
+    values = named if isinstance(named, Mapping) else values_of(source.beside(named))
+    name = "deepspeed" if isinstance(named, Mapping) else named
+    fields.tell(key, "used", "DeepSpeed's configuration; its keys follow")
+    fields.extend(deepspeed.read_config(Fields(name, values, "deepspeed: "), draft, filled_by))
 
 
 KNOWN = (
@@ -118,10 +123,10 @@ def _read_model(fields: Fields, draft: Draft) -> None:
     for key in ("lora_alpha", "lora_task_type", "use_rslora", "use_dora", "lora_modules_to_save", "load_in_8bit"):
         kind: Kind = "no effect" if key in ("lora_alpha", "lora_task_type", "use_rslora") else "not expressed"
         fields.tell_all({key: (kind, "the estimate is without it")})
-    attention = fields.word("attn_implementation")
-    if attention in ATTENTION:
-        fields.tell("attn_implementation", "used", f"attention {ATTENTION[attention]}")
-        knobs |= {"attention": ATTENTION[attention]} if attention != "sdpa" else {}
+    attention = ATTENTION.get(fields.word("attn_implementation") or "")
+    if attention is not None:
+        fields.tell("attn_implementation", "used", f"attention {attention}")
+        knobs |= {"attention": attention} if attention != "sdpa" else {}
     fields.tell_all({"attn_implementation": ("not expressed", "attention that keeps no scores in the estimate")})
     for key in ("torch_dtype", "dtype", "model_dtype"):
         word = str(fields.data.get(key)).removeprefix("torch.")
@@ -216,10 +221,14 @@ def read_command(source: Source, draft: Draft, tool: str, first: Sequence[Entry]
         draft.fields["num_nodes"], draft.fields["devices_per_node"] = _processes(Fields(source.name, launcher))
         told = tuple(_told_launcher(launcher))
     fields = Fields(source.name, {name.lstrip("-").replace("-", "_"): value for name, value in script.items()}, "--")
-    if tool == TARGET.name or not set(KNOWN).isdisjoint(fields.data):
+    is_own = "deepspeed_config" in fields  # the argument that DeepSpeed adds to any script, with --deepspeed
+    if not is_own and (tool == TARGET.name or not set(KNOWN).isdisjoint(fields.data)):
         told = (*told, *read_arguments(fields, draft, source))
     else:
-        told = (*told, *(Entry(f"--{key}", value, "unknown", OWN) for key, value in fields.data.items()))
+        if is_own:
+            _read_deepspeed(fields, draft, source, "deepspeed_config", "")
+            fields.tell_all({"deepspeed": ("used", "on")})
+        told = (*told, *(replace(entry, note=OWN) if entry.kind == "unknown" else entry for entry in fields.finish()))
     return draft.setup(tool, (*told, Entry("precision", None, "used", draft.set_precision())))
 
 

@@ -68,6 +68,29 @@ def test_what_does_not_fit_has_status_2_and_changes_that_fit(fsdp, tmp_path):
     assert data["best"]  # the best plan, or why there is none
 
 
+def test_what_atorch_would_refuse_is_estimated_and_told(tmp_path):
+    """fp8 on a device without it, of the same work."""
+    path = tmp_path / "fp8.yaml"
+    path.write_text("distributed_type: MULTI_GPU\nnum_processes: 8\nmixed_precision: fp8\nfp8_config: {backend: AO}")
+    data = explained(str(path), *SHAPE, tmp_path=tmp_path)
+    assert any("fp8" in reason for reason in data["refusals"])
+    assert data["estimate"]["step_s"] > 0
+
+
+def test_a_file_of_transformers_has_its_own_model_and_batch(tmp_path):
+    """Its defaults give way to options; adapters have frozen weights in 16 bits, without copies."""
+    path, out = tmp_path / "sft.yaml", tmp_path / "explained.json"
+    path.write_text(
+        "model_name_or_path: Qwen/Qwen3-8B\nper_device_train_batch_size: 2\nbf16: true\nuse_peft: true\nlora_r: 32\n"
+        "lora_target_modules: [q_proj, v_proj]\ngradient_checkpointing: true\nmax_length: 2048\noptim: adamw_8bit\n"
+    )
+    assert main(["plan", "--explain", str(path), "--gpu", "rtx3090", "--batch", "8", "--json", str(out)]) in (0, 2, 3)
+    data = json.loads(out.read_text())
+    assert Strategy.of(data["load_strategy"]) == Strategy.of(["checkpoint", ["micro_batch", {"size": 2}]])
+    assert data["setup"]["knobs"] == {"lora": "32:q_proj,v_proj", "optimizer": "adamw8bit"}
+    assert data["num_params"] > 8e9
+
+
 def test_what_is_missing_is_asked_for_by_name(fsdp, capsys):
     assert main(["plan", "--explain", fsdp]) == 1
     told = capsys.readouterr().err

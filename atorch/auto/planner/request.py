@@ -11,7 +11,7 @@ from atorch.auto.opt_lib.shared.defaults import SLOT as DATA_PARALLEL
 from atorch.auto.strategy import EXACTNESS, METHODS, Exactness, Strategy
 from atorch.cluster.spec import ClusterSpec
 from atorch.cost import ModelProfile
-from atorch.cost.adapted_profile import ALL_LINEAR, Target, targets_of
+from atorch.cost.adapted_profile import ALL_LINEAR, AdapterTarget, targets_of
 from atorch.cost.memory import RESERVE
 from atorch.errors import ArgumentError, StrategyError, near_miss, shown
 
@@ -108,7 +108,7 @@ class PlanRequest:
         object.__setattr__(self, "excluded", (*self.excluded, *refused))
 
     @property
-    def adapters(self) -> tuple[int, frozenset[Target]] | None:
+    def adapters(self) -> tuple[int, frozenset[AdapterTarget]] | None:
         """Rank and targets of adapters, or None if all of the model trains."""
         if self.lora is None:
             return (RANK, ALL_LINEAR) if self.qlora else None
