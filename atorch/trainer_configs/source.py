@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shlex
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +18,7 @@ from atorch.errors import ArgumentError, CapabilityError, near_miss, shown
 from atorch.files import read_bytes
 from atorch.files.strict_json import Format, Json, check, parse
 from atorch.trainer_configs.setup import Entry, Kind
+from atorch.trainer_configs.shell import SUFFIXES, read_script
 
 FORMAT = Format("configuration", ArgumentError, max_bytes=2**17, max_values=5_000)
 MAX_MERGED = 1_000  # keys that `<<` may bring into one mapping, and merges in a file
@@ -43,7 +43,7 @@ class Source:
 
     @classmethod
     def of(cls, given: str) -> Source:
-        """The source of a path of a .yaml, .yml, .json or shell script, or of a command line.
+        """The source of a path of a .yaml, .yml, .json, .toml or shell script, or of a command line.
 
         Raises:
             ArgumentError: there is no such file, or it is not valid.
@@ -52,16 +52,18 @@ class Source:
         path = Path(given)
         suffix = path.suffix.lower()
         if len(given) > 4096 or (not os.path.exists(given) and " " in given.strip()):
-            return cls(shown(given, 60), words=longest_command(given))
-        if suffix not in (".yaml", ".yml", ".json", ".sh", ".bash", ".slurm", ".sbatch"):
+            return cls(shown(given, 60), words=read_script(given).main_words)
+        if suffix not in (".yaml", ".yml", ".json", ".toml", *SUFFIXES):
             raise ArgumentError(
-                f"{shown(given)} is no trainer's configuration; give a .yaml or .json file, a shell script (.sh), or a "
-                'command in quotes, as "torchrun … train.py …"'
+                f"{shown(given)} is no trainer's configuration; give a .yaml, .json or .toml file, a shell script "
+                '(.sh), or a command in quotes, as "torchrun … train.py …"'
             )
+        if suffix == ".toml":
+            return cls(given, data=values_of_toml(path), folder=path.parent)
         if suffix in (".yaml", ".yml", ".json"):
             return cls(given, data=values_of(path), folder=path.parent)
         text = read_bytes(path, FORMAT).decode(errors="replace")
-        return cls(given, words=longest_command(text), folder=path.parent)
+        return cls(given, words=read_script(text).main_words, folder=path.parent)
 
     def beside(self, named: str) -> Path:
         """The path of a file that the configuration names: as it is, or else beside the configuration."""
@@ -83,6 +85,25 @@ def values_of(path: Path) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise ArgumentError(f"{shown(os.fspath(path))} holds {shown(data)}; a configuration has keys and values")
     return data
+
+
+def values_of_toml(path: Path) -> dict[str, Any]:
+    """The values of a TOML file.
+
+    Raises:
+        ArgumentError: it is missing, not valid, or over a limit.
+        CapabilityError: Python is older than 3.11, and tomli is not installed.
+    """
+    try:
+        import tomllib
+    except ImportError as error:
+        raise CapabilityError("a TOML file needs Python 3.11; give the values as flags, or the file as JSON") from error
+    try:
+        data: Any = check(tomllib.loads(read_bytes(path, FORMAT).decode()), "$", FORMAT)
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ArgumentError(f"{path} is not valid TOML: {error}") from None
+    found: dict[str, Any] = data
+    return found
 
 
 def parse_yaml(text: bytes) -> Json:
@@ -137,99 +158,6 @@ def yaml_text(values: Mapping[str, Any], indent: str = "") -> str:
         else:
             lines.append(f"{indent}{key}: {json.dumps(value, ensure_ascii=False)}\n")
     return "".join(lines)
-
-
-_ARRAY = re.compile(r"^([ \t]*(?:\w+[ \t]+)?\w+\+?=)\(([^()]*)\)", re.MULTILINE)
-_SET = re.compile(r"(\w+)(\+?)=(.*)", re.DOTALL)
-_VARIABLE = re.compile(r"\$\{(\w+)(?:\[[@*]\])?(?::?[-=]([^{}]*))?\}|\$(\w+)")
-_PRODUCT = re.compile(r"\$\(\(\s*(\d{1,9})\s*([*/+-])\s*(\d{1,9})\s*\)\)")
-_ENDS = ("&&", "||", "|", "&", ";", "then", "do")
-MAX_WORDS = 5_000
-MAX_FILLED = 2**20  # characters of a script with its variables put in
-
-
-def longest_command(text: str, depth: int = 2) -> tuple[str, ...]:
-    """The words of the longest command of a shell text, with the text's own variables put in.
-
-    Variables that it does not set stay as they are written, such as `$SLURM_NNODES`.
-
-    Raises:
-        ArgumentError: quotes are not closed, or there are too many words or characters.
-    """
-    variables: dict[str, str] = {}
-    best: tuple[str, ...] = ()
-    size = 0
-    # An array is a variable of its words.
-    text = _ARRAY.sub(lambda found: f'{found[1]}"{_uncommented(found[2])}"', re.sub(r"\\\r?\n", " ", text))
-    for line in _logical_lines(text):
-        filled = line
-        for _ in range(3):
-            filled = _filled(filled, variables)
-            size += len(filled)
-            if size > MAX_FILLED:
-                raise ArgumentError(f"a script of more than {MAX_FILLED:,} characters once its variables are put in")
-        command: list[str] = []
-        for word in (*_words(filled), ";"):
-            assigned = _SET.fullmatch(word) if set(command) <= {"export", "readonly", "local"} else None
-            if assigned is not None:
-                before = f"{variables.get(assigned[1], '')} " if assigned[2] else ""
-                variables[assigned[1]] = before + assigned[3]
-            elif word in _ENDS:
-                best, command = max(best, tuple(command), key=len), []
-            else:
-                command.append(word.removesuffix(";"))
-                if depth and len(command) > 1 and command[-2] == "-c" and " " in word:
-                    best = max(best, longest_command(word, depth - 1), key=len)
-                if word.endswith(";"):
-                    best, command = max(best, tuple(command), key=len), []
-    return best
-
-
-def _filled(text: str, variables: Mapping[str, str]) -> str:
-    def value(found: re.Match[str]) -> str:
-        return variables.get(found[1] or found[3], found[2] if found[2] is not None else found[0])
-
-    text = _VARIABLE.sub(value, text)
-    return _PRODUCT.sub(lambda found: _computed(int(found[1]), found[2], int(found[3])), text)
-
-
-def _uncommented(inner: str) -> str:
-    lines = (line.partition(" #")[0] for line in inner.splitlines() if not line.lstrip().startswith("#"))
-    return " ".join(lines).replace('"', "").replace("'", "")
-
-
-def _logical_lines(text: str) -> Iterator[str]:
-    """Lines, of which those inside of quotes are one."""
-    start, quote, is_escaped = 0, "", False
-    for place, char in enumerate(text):
-        if is_escaped:
-            is_escaped = False
-        elif char == "\\" and quote != "'":
-            is_escaped = True
-        elif quote:
-            quote = "" if char == quote else quote
-        elif char in "\"'" and text[text.rfind("\n", 0, place) + 1 : place].lstrip()[:1] != "#":
-            quote = char
-        elif char == "\n":
-            yield text[start:place]
-            start = place + 1
-    yield text[start:]
-
-
-def _words(line: str) -> tuple[str, ...]:
-    try:
-        words = shlex.split(line, comments=True)
-    except ValueError as error:
-        raise ArgumentError(f"{shown(line)} is no command: {error}") from None
-    if len(words) > MAX_WORDS:
-        raise ArgumentError(f"a command of {len(words):,} words; one has at most {MAX_WORDS:,}")
-    return tuple(words)
-
-
-def _computed(one: int, sign: str, other: int) -> str:
-    if sign == "/":
-        return str(one // other) if other else "0"
-    return str(one * other if sign == "*" else one + other if sign == "+" else one - other)
 
 
 def options_of(words: Sequence[str], flags: Collection[str] = ()) -> tuple[dict[str, Any], tuple[str, ...]]:

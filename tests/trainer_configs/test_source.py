@@ -6,7 +6,8 @@ import pytest
 
 from atorch.errors import ArgumentError
 from atorch.trainer_configs import Fields, Source, recognised
-from atorch.trainer_configs.source import longest_command, options_of, parse_yaml, yaml_text
+from atorch.trainer_configs.shell import read_script
+from atorch.trainer_configs.source import options_of, parse_yaml, yaml_text
 
 SCRIPT = r"""
 #!/bin/bash
@@ -28,7 +29,7 @@ echo done
 
 
 def test_a_script_is_read_with_its_variables():
-    words = longest_command(SCRIPT)
+    words = read_script(SCRIPT).main_command.words
     assert words[:5] == ("torchrun", "--nproc-per-node", "8", "--nnodes=2", "train.py")
     options, rest = options_of(words[5:])
     assert options == {
@@ -39,7 +40,8 @@ def test_a_script_is_read_with_its_variables():
 
 
 def test_a_command_inside_another_is_found():
-    assert longest_command("srun bash -c 'export A=1; torchrun train.py --a b --c d'")[-2:] == ("--c", "d")
+    words = read_script("srun bash -c 'export A=1; torchrun train.py --a b --c d'").main_command.words
+    assert words[-2:] == ("--c", "d")
 
 
 @pytest.mark.parametrize(

@@ -69,6 +69,12 @@ class Script:
         run = (command for command in self.commands if command.words[:1] not in (("echo",), ("printf",)))
         return max(run, key=lambda command: len(command.words), default=Command((), {}))
 
+    @property
+    def main_words(self) -> tuple[str, ...]:
+        """The words of `main_command`, after the variables that are set for it alone."""
+        command = self.main_command
+        return (*(f"{name}={value}" for name, value in command.variables.items()), *command.words)
+
 
 def read_script(text: str) -> Script:
     """The commands and variables of a script or of one command line.

@@ -9,16 +9,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
-from atorch.errors import ArgumentError, CapabilityError
-from atorch.files import read_bytes
-from atorch.files.strict_json import check
 from atorch.trainer_configs.keys import Keys, file_of, number, processes, split_launch, tell_rest
 from atorch.trainer_configs.setup import Draft, Entry, Kind, Target, TrainingSetup
 from atorch.trainer_configs.shell import command_of, is_known
-from atorch.trainer_configs.source import FORMAT, Fields, Source, options_of
+from atorch.trainer_configs.source import Fields, Source, options_of, values_of_toml
 from atorch.trainer_configs.torchtitan.flags import CONTEXT, NAME, TOKENS, lacks, write
 
 MODES = ("none", "selective", "full", "memory_budget")
@@ -49,25 +45,6 @@ def recognises(source: Source) -> bool:
         return True
     sections = [key for key in ("parallelism", "training", "job", "model") if isinstance(source.data.get(key), Mapping)]
     return len(sections) > 2 and ("flavor" in source.data["model"] if "model" in sections else True)
-
-
-def values_of_toml(path: Path) -> dict[str, Any]:
-    """The values of a TOML file.
-
-    Raises:
-        ArgumentError: it is missing, not valid, or over a limit.
-        CapabilityError: Python is older than 3.11, and tomli is not installed.
-    """
-    try:
-        import tomllib
-    except ImportError as error:
-        raise CapabilityError("a TOML file needs Python 3.11; give the values as flags, or the file as JSON") from error
-    try:
-        data: Any = check(tomllib.loads(read_bytes(path, FORMAT).decode()), "$", FORMAT)
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ArgumentError(f"{path} is not valid TOML: {error}") from None
-    found: dict[str, Any] = data
-    return found
 
 
 def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
