@@ -152,6 +152,7 @@ def plan(
     dtype: str | None = None,
     attention: str | None = None,
     cross_entropy: str | None = None,
+    target: str | None = None,
     **kargs: Any,
 ) -> Plan: ...
 def plan(model: Any, *given: Any, cluster: Any = None, **kargs: Any) -> Plan:
@@ -182,6 +183,7 @@ def plan(model: Any, *given: Any, cluster: Any = None, **kargs: Any) -> Plan:
         verify: number of the best candidates to simulate on fake tensors, without limits; None: up to 3, within limits
             of memory and time.
         lora, qlora, optimizer, dtype, attention, cross_entropy: for a path or a model on the Hub, as for `atorch plan`.
+        target: for a cluster, a trainer such as "accelerate", whose configuration has to express the strategy.
         **kargs: model_input_format, prepare_input, optim_args, optim_param_func, as for `auto_accelerate`.
 
     Raises:

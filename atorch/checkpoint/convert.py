@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from atorch.checkpoint.boxes import Box, flat_boxes, whole_box
-from atorch.checkpoint.foreign import Source, read_dcp, settings
+from atorch.checkpoint.foreign import ForeignCheckpoint, read_dcp, settings
 from atorch.checkpoint.pretrained import MODEL, indexed, model_files, open_pretrained
 from atorch.checkpoint.shard_file import check_name, dtype_name, open_regular, reporting
 from atorch.errors import CheckpointError, shown
@@ -49,13 +49,13 @@ def convert(source: AnyPath, folder: AnyPath) -> Converted:
     Raises:
         CheckpointError: it is none of these, is damaged, or refers to code.
     """
-    given, found = Path(source), Source()
+    given, found = Path(source), ForeignCheckpoint()
     with reporting(f"{given} cannot be read"):
         _read(given, found)
     return Converted(found.write(Path(folder)), found.left_out)
 
 
-def _read(given: Path, found: Source) -> None:
+def _read(given: Path, found: ForeignCheckpoint) -> None:
     names = sorted(os.listdir(given)) if given.is_dir() else []
     taken: list[str] = names
     if ".metadata" in names:
@@ -103,7 +103,7 @@ OF_DEEPSPEED: Mapping[str, Any] = {
 }
 
 
-def _read_state_dicts(found: Source, files: Mapping[Path, Sequence[str]]) -> None:
+def _read_state_dicts(found: ForeignCheckpoint, files: Mapping[Path, Sequence[str]]) -> None:
     """Add the tensors of a model's files of torch.save, with the names that an index lists in each."""
     seen: dict[Any, str] = {}
     for path, listed in files.items():
@@ -119,13 +119,13 @@ def _read_state_dicts(found: Source, files: Mapping[Path, Sequence[str]]) -> Non
                 _add_whole(found, name, value)
 
 
-def _add_whole(found: Source, name: Any, value: Any) -> None:
+def _add_whole(found: ForeignCheckpoint, name: Any, value: Any) -> None:
     values = _tensor(value, f"the value of {shown(name)}")
     form = dtype_name(name, values.dtype)
     found.add(MODEL + check_name(name), values.shape, form, [(whole_box(values.shape), values)])
 
 
-def _read_deepspeed(found: Source, folder: Path) -> None:
+def _read_deepspeed(found: ForeignCheckpoint, folder: Path) -> None:
     if (folder / "latest").exists():
         tag = read_bytes(folder / "latest", _TAG).decode(errors="replace").strip()
         if os.path.basename(tag) != tag or tag in ("", ".", ".."):
@@ -161,7 +161,9 @@ def _saved(path: Path, classes: Mapping[str, Any] = OF_DEEPSPEED) -> Mapping[Any
     return _need(read_weights(path, _ADVICE, mmap=True, classes=classes), path)
 
 
-def _add_deepspeed(found: Source, models: Sequence[Mapping[Any, Any]], optims: Sequence[Mapping[Any, Any]]) -> None:
+def _add_deepspeed(
+    found: ForeignCheckpoint, models: Sequence[Mapping[Any, Any]], optims: Sequence[Mapping[Any, Any]]
+) -> None:
     model, zero = models[0], [_need(state["optimizer_state_dict"], "optimizer_state_dict") for state in optims]
     stage = zero[0].get("zero_stage", 1) if zero and "partition_count" in zero[0] else 0
     found.step = int(model.get("global_steps") or 0)
@@ -187,7 +189,9 @@ def _add_deepspeed(found: Source, models: Sequence[Mapping[Any, Any]], optims: S
         found.left_out.append("the optimizer, which numbers the parameters and does not name them")
 
 
-def _add_optimizer(found: Source, stage: int, trained: Sequence[Any], zero: Sequence[Mapping[Any, Any]]) -> None:
+def _add_optimizer(
+    found: ForeignCheckpoint, stage: int, trained: Sequence[Any], zero: Sequence[Mapping[Any, Any]]
+) -> None:
     """Add the parameters that are trained, with their fp32 values, and the optimizer's states and settings."""
     counts = zero[0]["partition_count"]
     if (max(counts) if isinstance(counts, list) else counts) != len(zero) or stage not in (1, 2, 3):
@@ -227,7 +231,7 @@ class _Cut:
         self._padding = [0] * len(shapes) if padding is None else list(map(int, padding))
         self._size = max(flat.numel() for flat in masters)  # the last rank's padding may be left out
 
-    def add(self, found: Source, prefix: str, suffix: str, flats: Sequence[Tensor]) -> None:
+    def add(self, found: ForeignCheckpoint, prefix: str, suffix: str, flats: Sequence[Tensor]) -> None:
         at = 0
         for (name, shape), padding in zip(self._shapes.items(), self._padding, strict=True):
             numel = math.prod(shape)
@@ -259,7 +263,7 @@ def _by_parameter(numel: int, at: int, flats: Sequence[Tensor]) -> Iterator[tupl
             yield first, stop, flat[at : at + stop - first]
 
 
-def _add_cut(found: Source, name: str, shape: Any, parts: Iterator[tuple[int, int, Tensor]]) -> None:
+def _add_cut(found: ForeignCheckpoint, name: str, shape: Any, parts: Iterator[tuple[int, int, Tensor]]) -> None:
     """Add a tensor of flat ranges with their values."""
     pieces: list[tuple[Box, Tensor]] = []
     dtype = torch.float32

@@ -65,7 +65,7 @@ class _Unpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-class Source:
+class ForeignCheckpoint:
     """The content of another program's folder for a checkpoint, and the names of what is left out."""
 
     def __init__(self) -> None:
@@ -112,7 +112,7 @@ class Source:
             commit.discard(part)
 
 
-def read_dcp(source: Source, folder: Path) -> None:
+def read_dcp(source: ForeignCheckpoint, folder: Path) -> None:
     """Add the tensors of a DCP folder, and the optimizer's settings.
 
     If no name begins with `model.`, all that are not the optimizer's are the model's.

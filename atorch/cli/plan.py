@@ -20,6 +20,7 @@ import typer
 
 from atorch.auto.sources import JobSource, source_of
 from atorch.cli.clusters import CLUSTER_HELP, GPU_HELP, clusters_of, one_gpu
+from atorch.cli.trainers import Export, Given, explained
 from atorch.cost.memory import RESERVE
 from atorch.errors import ArgumentError, AtorchError, NoFeasiblePlanError, StrategyError
 from atorch.files import check_target, write
@@ -40,6 +41,7 @@ NARROW = 3  # exit status: the plan of each cluster on which something fits does
 
 What = Literal["devices", "batch", "seq"]
 ObjectiveName = Literal["step_time", "throughput", "cost", "fewest_devices"]
+Launcher = Literal["sh", "slurm", "kubernetes", "skypilot"]
 PrecisionName = Literal["fp32", "autocast", "half", "fp8"]
 
 
@@ -56,6 +58,7 @@ def _word(metavar: str, help_text: str) -> Any:
 
 
 MODEL = "A config.json, a folder that has one, a model on the Hub, or a job FILE.py:NAME (arguments of atorch.plan)."
+EXPLAIN = "Explain a configuration or a command of another trainer: its methods, what they take, what gains most."
 Number = int | None
 Word = str | None
 File = Path | None
@@ -79,6 +82,7 @@ def plan(
     experts: Annotated[Number, _number("Experts in a block.")] = None,
     top_k: Annotated[Number, _number("Experts for each token.")] = None,
     batch: Annotated[Number, _number("Global batch: samples of a step on all devices.")] = None,
+    micro_batch: Annotated[Number, _number("Samples of one pass of a process, for --explain.")] = None,
     seq: Annotated[Number, _number("Sequence length: tokens of a sample.")] = None,
     lora: Annotated[Word, _word("RANK[:TARGETS]", "Adapters beside frozen weights, such as 16 or 16:q,v.")] = None,
     qlora: Annotated[bool, typer.Option("--qlora", help="The same beside weights in 4 bits.")] = False,
@@ -86,6 +90,14 @@ def plan(
     dtype: Annotated[Word, _word("fp32|bf16|fp16", "Numbers of the weights; bf16 beside adapters.")] = None,
     attention: Annotated[Word, _word("sdpa|flash_attention_2|eager", "The model's attention.")] = None,
     cross_entropy: Annotated[Word, _word("chunked", "Compute the loss by chunks of tokens.")] = None,
+    explain: Annotated[Word, _word("FILE|COMMAND", EXPLAIN)] = None,
+    within: Annotated[
+        Word, typer.Option("--for", metavar="TRAINER", help="Plan what this trainer can express.")
+    ] = None,
+    export: Annotated[
+        tuple[str, Path] | None, typer.Option(metavar="TRAINER FOLDER", help="Write the trainer's own files.")
+    ] = None,
+    launch: Annotated[Launcher | None, typer.Option(help="What starts the files of --export, sh by default.")] = None,
     fit: Annotated[What | None, typer.Option(help="Find the fewest devices, largest batch, longest sample.")] = None,
     objective: Annotated[ObjectiveName, typer.Option(help="The figure to optimize.")] = "step_time",
     exclude: Names = None,
@@ -125,13 +137,26 @@ def plan(
         **{"extend": extend, "precision": precision, "objective": objective, "reserve": reserve},
         **{"lora": lora, "qlora": qlora, "optimizer": optimizer, "dtype": dtype, "attention": attention},
         **{"cross_entropy": cross_entropy, "host_memory": bool(host_memory) if fit else host_memory},
+        "target": export[0] if export and not within else within,
     }
+    if explain is not None:
+        if fit or save or html or export or fixed or extend:
+            raise ArgumentError(
+                "--explain goes with --json, and not with --fit, --save, --html, --export or a strategy"
+            )
+        asked = Given(explain, named, model, shape, cluster, gpu, micro_batch, seq, wanted)
+        return _explained(asked, outputs, top)
+    if micro_batch or (launch and not export):
+        raise ArgumentError("--micro-batch goes with --explain, and --launch with --export")
+    exporting = Export(*export, launch or "sh") if export else None
     request = PlanRequest(**wanted)  # before the model is read, which may take minutes
     source, clusters = (
         source_of(named, model, shape, request),
         clusters_of([*(cluster or ()), *map(one_gpu, gpu or ())]),
     )
     outputs.check(len(clusters))
+    if exporting is not None:
+        exporting.check(len(clusters))
     several = len(clusters) > 1
     read = _reader(source, seq, once=several)
     verify = 0 if several else verify  # side by side, results of simulations are not shown
@@ -144,7 +169,24 @@ def plan(
     answers = _answers(clusters, ask)
     give(answers, source.title, outputs, top, verbose)
     plans = [answer.plan for _, answer in answers if isinstance(answer, NamedAnswer)]
+    if exporting is not None:
+        is_on_hub = named is not None and ":" not in named and not Path(named).exists()
+        exporting.write(plans[0], model=named if is_on_hub else None, seq=seq, knobs=request.recipe)
     return NARROW if not fit and all(plan.fits_narrowly for plan in plans) else 0
+
+
+def _explained(asked: Given, outputs: Outputs, top: int) -> int:
+    from rich.console import Console
+
+    from atorch.report.answer import explanation_report
+
+    outputs.check(1)
+    data, title = explained(asked)
+    Console(highlight=False).print(explanation_report(data, title, max_rows=top))
+    if outputs.json is not None:
+        write(outputs.json, json.dumps(data, allow_nan=False) + "\n")
+        _note(outputs.json, "the explanation as data")
+    return 2 if not data["fits"] else NARROW if data["fits_narrowly"] else 0
 
 
 def _answers(

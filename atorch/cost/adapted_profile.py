@@ -16,13 +16,13 @@ from atorch.cost.profile import Matmul, ModelProfile, Region, Segment
 from atorch.cost.transformer import Implementation, TransformerShape, transformer_profile
 from atorch.errors import ArgumentError
 
-Target = Literal["query", "key", "value", "output", "gate", "up", "down"]
-ALL_LINEAR: frozenset[Target] = frozenset(("query", "key", "value", "output", "gate", "up", "down"))
+AdapterTarget = Literal["query", "key", "value", "output", "gate", "up", "down"]
+ALL_LINEAR: frozenset[AdapterTarget] = frozenset(("query", "key", "value", "output", "gate", "up", "down"))
 NF4_ITEMSIZE = 0.5 + 0.127 / 8
 """Bytes of a 4-bit weight with its share of the constants, which are also quantized: arXiv 2305.14314, section 3."""
 
 
-def targets_of(words: str) -> frozenset[Target]:
+def targets_of(words: str) -> frozenset[AdapterTarget]:
     """The products that words such as "q,v", "q_proj,v_proj" or "all" name.
 
     Raises:
@@ -31,7 +31,7 @@ def targets_of(words: str) -> frozenset[Target]:
     if words in ("all", "all-linear"):
         return ALL_LINEAR
     names = {target[0]: target for target in ALL_LINEAR} | {target: target for target in ALL_LINEAR}
-    found: set[Target] = set()
+    found: set[AdapterTarget] = set()
     for word in (word.strip().removesuffix("_proj") for word in words.split(",")):
         if word not in names:
             raise ArgumentError(f"{word!r} is no target of an adapter; known: all, {', '.join(sorted(ALL_LINEAR))}")
@@ -48,7 +48,7 @@ class Adapters:
     """
 
     rank: int
-    targets: frozenset[Target] = frozenset(("query", "value"))
+    targets: frozenset[AdapterTarget] = frozenset(("query", "value"))
     base_itemsize: float = 2.0  # bytes of a frozen element
     quantized_itemsize: float = 0.0  # the same for matrices in blocks; 0 if they are not quantized
     apart_itemsize: float = 0.0  # bytes an element of the private copy of its input that every adapter keeps; 0 if none
@@ -93,7 +93,7 @@ def adapted_profile(
 class _Site:
     """Products that share one input."""
 
-    columns: Mapping[Target, int]  # of each product
+    columns: Mapping[AdapterTarget, int]  # of each product
     inner: int
     rows: float
     split: Literal["columns", "rows"]
@@ -144,7 +144,7 @@ class _Frozen:
     def _of_attention(self) -> Iterator[_Site]:
         shape, keep = self.shape, self.keep
         query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-        into: dict[Target, int] = {"query": query, "key": key, "value": key}
+        into: dict[AdapterTarget, int] = {"query": query, "key": key, "value": key}
         # Fused attention saves its own result anyway.
         saved = 0.0 if keep.flash_attention else self.tokens * query * keep.itemsize
         yield self._into(into, self.normed)
@@ -167,15 +167,15 @@ class _Frozen:
             yield self._into(self._gates(experts.shared_ffn), self.normed)
             yield self._out_of("down", experts.shared_ffn, self.tokens * experts.shared_ffn * itemsize)
 
-    def _gates(self, width: int) -> dict[Target, int]:
+    def _gates(self, width: int) -> dict[AdapterTarget, int]:
         return {"gate": width, "up": width} if self.shape.gated else {"up": width}
 
-    def _into(self, columns: Mapping[Target, int], kept_bytes: float) -> _Site:
+    def _into(self, columns: Mapping[AdapterTarget, int], kept_bytes: float) -> _Site:
         inner, rows = self.shape.hidden, self.tokens
         return _Site(columns=columns, inner=inner, rows=rows, split="columns", kept_bytes=kept_bytes, is_inside=False)
 
-    def _out_of(self, target: Target, inner: int, kept_bytes: float) -> _Site:
-        columns: dict[Target, int] = {target: self.shape.hidden}
+    def _out_of(self, target: AdapterTarget, inner: int, kept_bytes: float) -> _Site:
+        columns: dict[AdapterTarget, int] = {target: self.shape.hidden}
         return _Site(
             columns=columns, inner=inner, rows=self.tokens, split="rows", kept_bytes=kept_bytes, is_inside=True
         )

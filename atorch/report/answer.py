@@ -15,6 +15,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from atorch.report.explanation import explained, improvements, setting
 from atorch.report.figures import (
     PlanData,
     band,
@@ -181,6 +182,27 @@ def _all_with(shared: Sequence[str]) -> str:
 def _listed(title: str, lines: Iterable[str]) -> RenderableType:
     """Lines under a title; a line that is longer than the width continues indented."""
     return Group(Text(title, style="italic"), *(Padding(Text(line), (0, 0, 0, 2), expand=False) for line in lines))
+
+
+def explanation_report(data: Mapping[str, Any], title: str = "", max_rows: int = MAX_ROWS) -> RenderableType:
+    """A trainer's configuration as a rich renderable: each key, the estimate, the changes that gain, the best plan."""
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for name, words in explained(data):
+        grid.add_row(name, Text(words, style="bold" if name in ("methods", "fits") else ""))
+    parts: list[RenderableType] = [Text(headline(data, title), style="dim", no_wrap=True, overflow="ellipsis"), grid]
+    parts += ["", _spent(data), _legend(data), ""]
+    listed = [entry for entry in data["entries"] if entry["kind"] != "no effect"]
+    rows = [(entry["key"], setting(entry["value"]), entry["kind"], entry["note"]) for entry in listed]
+    parts.append(table(f"{data['source']}, read as {data['trainer']}'s", ("key", "value", "", "meaning"), rows))
+    idle = [entry["key"] for entry in data["entries"] if entry["kind"] == "no effect"]
+    if idle:
+        parts.append(Text(f"No effect on memory or time: {', '.join(idle)}.", style="dim"))
+    gains = list(improvements(data, max_rows))
+    head = ("change", ">step", ">saves", ">memory needed", ">saves memory")
+    parts.append(table("What one change gains", head, gains) if gains else Text("No single change gains more."))
+    return Group(*parts)
 
 
 def clusters_report(answers: Answers, title: str = "") -> RenderableType:

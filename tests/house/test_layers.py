@@ -16,6 +16,8 @@ LAYERS = {
     "atorch.smp": 6,
     "atorch.patrickstar": 6,
     "atorch.auto.planner": 5,
+    "atorch.auto.sources.shapes": 5,
+    "atorch.trainer_configs": 5,
     "atorch.auto.opt_lib": 4,
     "atorch.auto.strategy": 3,
     "atorch.auto.context": 3,

@@ -93,7 +93,7 @@ class _Question(PlanJob):
         return MemoryLimits(usable_bytes(cluster, reserve), usable_host_bytes(cluster, reserve))
 
     def space(self) -> Space:
-        names = ("excluded", "included", "fixed", "extend", "precision")
+        names = ("excluded", "included", "fixed", "extend", "precision", "target")
         knobs = {name: getattr(self.request, name) for name in names}
         return plannable(self.profile, self.cluster, **knobs, host_memory=bool(self.request.host_memory))
 

@@ -56,15 +56,39 @@ def counterfactuals(
     Neighbours that `columns` lacks are added to it.
     """
     look = _Look(space, chosen, start, limits, columns, set(columns.methods), times)
-    base = look.estimated(chosen)
+    base = look.scored(chosen)
     assert base is not None, "the chosen composition is legal"
-    best: dict[tuple[str, str], Estimate] = {}
-    for what, change, methods in look.neighbours():
-        estimate = look.estimated(methods)
-        if estimate is not None:
-            best[what, change] = min(best.get((what, change), estimate), estimate, key=limits.order)
-    ordered = sorted(best.items(), key=lambda item: limits.order(item[1]))
-    return tuple(_counterfactual(what, change, base, estimate, limits) for (what, change), estimate in ordered)
+    return tuple(
+        _counterfactual(change.what, change.change, base[1], change.estimate, limits) for change in _changes(look)
+    )
+
+
+def single_changes(
+    space: Space, chosen: MethodTuple, start: Cost, limits: MemoryLimits, times: StepTimes
+) -> tuple[Change, ...]:
+    """The neighbours of a composition, which need not be legal itself, in the order of `counterfactuals`."""
+    columns = CandidateTable(limits.device_bytes, limits.host_bytes)
+    return _changes(_Look(space, chosen, start, limits, columns, set(), times))
+
+
+def _changes(look: _Look) -> tuple[Change, ...]:
+    best: dict[tuple[str, str], Change] = {}
+    for what, name, methods in look.neighbours():
+        scored = look.scored(methods)
+        if scored is not None:
+            change = Change(name, what, *scored)
+            best[what, name] = min(best.get((what, name), change), change, key=look.order)
+    return tuple(sorted(best.values(), key=look.order))
+
+
+@dataclass(frozen=True)
+class Change:
+    """One change of a strategy, with the methods and the estimate after it."""
+
+    change: str
+    what: str
+    methods: MethodTuple
+    estimate: Estimate
 
 
 def _counterfactual(what: str, change: str, base: Estimate, estimate: Estimate, limits: MemoryLimits) -> Counterfactual:
@@ -114,8 +138,11 @@ class _Look:
             else:
                 yield from self._others(level)
 
-    def estimated(self, methods: MethodTuple) -> Estimate | None:
-        """The estimate of a composition, with other micro-batches if these do not divide; None if it is not legal."""
+    def order(self, change: Change) -> tuple[bool, float]:
+        return self.limits.order(change.estimate)
+
+    def scored(self, methods: MethodTuple) -> tuple[MethodTuple, Estimate] | None:
+        """A composition and its estimate, with other micro-batches if these do not divide; None if it is not legal."""
         node = self.space.follow(methods, self.start)
         if node is not None:
             return self._scored(node)
@@ -123,14 +150,14 @@ class _Look:
         if _in_slot(methods, MESH) == mesh and _in_slot(methods, STEP) != cut:
             return None  # the neighbour's change is the cut itself
         estimates = [self._scored(node) for node in self._recut(methods)]
-        return min(estimates, key=self.limits.order, default=None)
+        return min(estimates, key=lambda scored: self.limits.order(scored[1]), default=None)
 
-    def _scored(self, node: SearchNode) -> Estimate:
+    def _scored(self, node: SearchNode) -> tuple[MethodTuple, Estimate]:
         estimate = estimate_of(node.cost, self.times.cluster, self.times)
         if node.methods not in self.known:
             self.known.add(node.methods)
             self.columns.add(node.methods, estimate.step_s, peak_memory(node.cost))
-        return estimate
+        return node.methods, estimate
 
     def _recut(self, methods: MethodTuple) -> Iterator[SearchNode]:
         kept = tuple(method for method in methods if method.slot != STEP)

@@ -6,11 +6,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from atorch import trainer_configs
 from atorch.auto.opt_lib.shared.defaults import SLOT as DATA_PARALLEL
 from atorch.auto.strategy import EXACTNESS, METHODS, Exactness, Strategy
 from atorch.cluster.spec import ClusterSpec
 from atorch.cost import ModelProfile
-from atorch.cost.adapted_profile import ALL_LINEAR, Target, targets_of
+from atorch.cost.adapted_profile import ALL_LINEAR, AdapterTarget, targets_of
 from atorch.cost.memory import RESERVE
 from atorch.errors import ArgumentError, StrategyError, near_miss, shown
 
@@ -49,6 +50,7 @@ class PlanRequest:
             linear layer of blocks. `qlora` freezes them in 4 bits.
         optimizer, dtype, attention: as `CHOICES` has them; of models that are known by their shape, like `lora`.
         cross_entropy: "chunked" includes the method cross_entropy.
+        target: a trainer, such as "accelerate", whose configuration has to express the strategy.
 
     Raises:
         ArgumentError: an invalid value.
@@ -71,6 +73,7 @@ class PlanRequest:
     dtype: str | None = None
     attention: str | None = None
     cross_entropy: str | None = None
+    target: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("excluded", "included"):
@@ -91,6 +94,8 @@ class PlanRequest:
             value = getattr(self, name)
             if value not in allowed and (value is not None or name not in CHOICES):
                 raise ArgumentError(f"{name} is {value!r}; {near_miss(str(value), allowed)}")
+        if self.target is not None:
+            trainer_configs.target(self.target)
         if self.host_memory not in (None, True, False):
             raise ArgumentError(
                 f"host_memory is {self.host_memory!r}; it is True, False, or None for where nothing fits without"
@@ -103,7 +108,7 @@ class PlanRequest:
         object.__setattr__(self, "excluded", (*self.excluded, *refused))
 
     @property
-    def adapters(self) -> tuple[int, frozenset[Target]] | None:
+    def adapters(self) -> tuple[int, frozenset[AdapterTarget]] | None:
         """Rank and targets of adapters, or None if all of the model trains."""
         if self.lora is None:
             return (RANK, ALL_LINEAR) if self.qlora else None

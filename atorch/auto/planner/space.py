@@ -8,7 +8,7 @@ when nothing legal is left; the methods and `defaults` decide on that.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -23,6 +23,7 @@ from atorch.cluster.spec import ClusterSpec
 from atorch.cost import Cost, ModelProfile
 from atorch.cost.parallelism import REPLICA_AXES
 from atorch.errors import CapabilityError, StrategyError
+from atorch.trainer_configs import target
 
 MESH = "parallel_mode"  # the slot that several processes need
 
@@ -72,6 +73,7 @@ class Space:
     world_size: int = 1
     unmet: tuple[tuple[Method, str], ...] = ()
     is_checked: bool = True  # False for a strategy that is kept as the user gave it
+    target: str | None = None  # the trainer that has to express every composition
     refused: Counter[str] = field(default_factory=Counter, compare=False)  # reasons why visited branches ended
 
     def __post_init__(self) -> None:
@@ -98,6 +100,11 @@ class Space:
             for level in self.levels
         )
         return max((depth for depth, is_party in enumerate(parties, start=1) if is_party), default=0)
+
+    @cached_property
+    def _lacks(self) -> Callable[[Strategy], Sequence[str]] | None:
+        """A function that says what the target lacks of a composition, or of a part of one."""
+        return None if self.target is None else target(self.target).lacks
 
     def root(self, cost: Cost) -> SearchNode:
         return SearchNode(0, (), cost)
@@ -167,6 +174,9 @@ class Space:
         if choice.needs or lacks:
             lacks = (lacks | choice.needs).difference((kind.name,), (method.name for method in node.methods))
         methods = (*node.methods, choice.method)
+        if self._lacks is not None and (reasons := self._lacks(Strategy(methods))):
+            self.refused[reasons[0]] += 1
+            return None
         return SearchNode(node.depth + 1, methods, folded, node.slots | {kind.slot}, large, split, lacks)
 
     def _is_open(self, node: SearchNode) -> bool:
@@ -235,6 +245,7 @@ def plannable(
     extend: Strategy | None = None,
     precision: Exactness = EXACTNESS[-1],
     host_memory: bool = True,
+    target: str | None = None,
 ) -> Space:
     """The space of compositions to plan for a cluster.
 
@@ -245,6 +256,7 @@ def plannable(
         extend: methods that every composition has, among others; knobs left unset vary.
         precision: as for `compositions`.
         host_memory: allow methods that use host memory; those that are included or fixed are always allowed.
+        target: the trainer whose configuration has to express the composition.
 
     Raises:
         StrategyError: as `compositions`.
@@ -270,7 +282,28 @@ def plannable(
         barred = (*barred, *others(fixed))
     if not host_memory:
         barred = (*barred, *(name for name in METHODS if METHODS[name].keeps_on_host and name not in chosen))
-    return _space(profile, cluster, barred, needed, given)
+    return replace(_space(profile, cluster, barred, needed, given), target=target)
+
+
+def with_settings(space: Space, strategy: Strategy) -> Space:
+    """The space with the settings of a strategy among its choices, so that `Space.follow` keeps each of its methods."""
+    levels = {level.kind: level for level in space.levels}
+    for method in strategy:
+        level = levels.get(type(method), Level(type(method), ()))
+        if method not in [choice.method for choice in level.choices]:
+            levels[type(method)] = replace(level, choices=(*level.choices, _choice(method)))
+    ordered = sorted(levels.values(), key=lambda level: (level.kind.phase, level.kind.name))
+    return replace(space, levels=tuple(ordered), refused=Counter())
+
+
+def refusals(strategy: Strategy, cost: Cost, cluster: ClusterSpec) -> tuple[str, ...]:
+    """Reasons why atorch would not train so, beginning with a step's `cost` without any method."""
+    reasons = []
+    for method in strategy:
+        reasons += [reason for reason in (_why_not(method, cluster), method.unfit(cost)) if reason is not None]
+        cost = method.cost(cost)
+    unmatched = disagreement(strategy.methods, cost.axes)
+    return (*reasons, *([] if unmatched is None else [unmatched]))
 
 
 def _space(

@@ -1,0 +1,313 @@
+"""A trainer's configuration as it was given: values of a YAML or JSON file, or the words of a command.
+
+Files may come from strangers. Nothing in them is run, and no shell is started. Their size, depth, number of values and
+merged keys are limited before and after they are parsed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from atorch.errors import ArgumentError, CapabilityError, near_miss, shown
+from atorch.files import read_bytes
+from atorch.files.strict_json import Format, Json, check, parse
+from atorch.trainer_configs.setup import Entry, Kind
+from atorch.trainer_configs.shell import SUFFIXES, read_script
+
+FORMAT = Format("configuration", ArgumentError, max_bytes=2**17, max_values=5_000)
+MAX_MERGED = 1_000  # keys that `<<` may bring into one mapping, and merges in a file
+
+
+@dataclass(frozen=True)
+class Source:
+    """A configuration as it was given. One of `data` and `words` is empty.
+
+    Args:
+        name: the path or the beginning of the command, for messages.
+        data: the values of a file.
+        words: the words of a command, or of the longest command of a shell script, with variables that the script
+            sets put in.
+        folder: the folder that relative paths begin at.
+    """
+
+    name: str
+    data: Mapping[str, Any] = field(default_factory=dict)
+    words: tuple[str, ...] = ()
+    folder: Path = field(default_factory=Path)
+
+    @classmethod
+    def of(cls, given: str) -> Source:
+        """The source of a path of a .yaml, .yml, .json, .toml or shell script, or of a command line.
+
+        Raises:
+            ArgumentError: there is no such file, or it is not valid.
+            CapabilityError: the file is YAML, and pyyaml is not installed.
+        """
+        path = Path(given)
+        suffix = path.suffix.lower()
+        if len(given) > 4096 or (not os.path.exists(given) and " " in given.strip()):
+            return cls(shown(given, 60), words=read_script(given).main_words)
+        if suffix not in (".yaml", ".yml", ".json", ".toml", *SUFFIXES):
+            raise ArgumentError(
+                f"{shown(given)} is no trainer's configuration; give a .yaml, .json or .toml file, a shell script "
+                '(.sh), or a command in quotes, as "torchrun … train.py …"'
+            )
+        if suffix == ".toml":
+            return cls(given, data=values_of_toml(path), folder=path.parent)
+        if suffix in (".yaml", ".yml", ".json"):
+            return cls(given, data=values_of(path), folder=path.parent)
+        text = read_bytes(path, FORMAT).decode(errors="replace")
+        return cls(given, words=read_script(text).main_words, folder=path.parent)
+
+    def beside(self, named: str) -> Path:
+        """The path of a file that the configuration names: as it is, or else beside the configuration."""
+        return Path(named) if Path(named).exists() else self.folder / named
+
+
+def values_of(path: Path) -> dict[str, Any]:
+    """The values of a YAML or JSON file.
+
+    Raises:
+        ArgumentError: it is missing, not valid, over a limit, or no mapping.
+        CapabilityError: it is YAML, and pyyaml is not installed.
+    """
+    text = read_bytes(path, FORMAT)
+    try:
+        data = parse(text, FORMAT) if path.suffix.lower() == ".json" else parse_yaml(text)
+    except ArgumentError as error:
+        raise ArgumentError(f"{shown(os.fspath(path))}: {error}") from None
+    if not isinstance(data, dict):
+        raise ArgumentError(f"{shown(os.fspath(path))} holds {shown(data)}; a configuration has keys and values")
+    return data
+
+
+def values_of_toml(path: Path) -> dict[str, Any]:
+    """The values of a TOML file.
+
+    Raises:
+        ArgumentError: it is missing, not valid, or over a limit.
+        CapabilityError: Python is older than 3.11, and tomli is not installed.
+    """
+    try:
+        import tomllib
+    except ImportError as error:
+        raise CapabilityError("a TOML file needs Python 3.11; give the values as flags, or the file as JSON") from error
+    try:
+        data: Any = check(tomllib.loads(read_bytes(path, FORMAT).decode()), "$", FORMAT)
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ArgumentError(f"{path} is not valid TOML: {error}") from None
+    found: dict[str, Any] = data
+    return found
+
+
+def parse_yaml(text: bytes) -> Json:
+    """Plain values of YAML, as `strict_json.parse` gives those of JSON.
+
+    Raises:
+        ArgumentError: it is not valid, a key is there twice, or it is over a limit.
+        CapabilityError: pyyaml is not installed.
+    """
+    try:
+        import yaml
+    except ImportError as error:
+        raise CapabilityError("a YAML file needs pyyaml: pip install pyyaml, or give the file as JSON") from error
+
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]  # it has no types
+        """Refuses keys that are there twice, and limits what `<<` merges, which may grow without bound."""
+
+        merges = 0
+
+        def flatten_mapping(self, node: Any) -> None:
+            keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+            twice = next((key for key in keys if keys.count(key) > 1 and key != "<<"), None)
+            if twice is not None:
+                raise ArgumentError(f"the key {shown(twice)} is there twice; leave one")
+            self.merges += sum(key == "<<" for key in keys)
+            super().flatten_mapping(node)
+            if self.merges and max(self.merges, len(node.value)) > MAX_MERGED:
+                raise ArgumentError(f"<< merges more than {MAX_MERGED:,} keys; a configuration has fewer")
+
+    Loader.add_constructor("tag:yaml.org,2002:timestamp", yaml.SafeLoader.construct_yaml_str)
+    try:
+        loader = Loader(text)
+        try:
+            data = loader.get_single_data()
+        finally:
+            loader.dispose()
+    except RecursionError:
+        raise ArgumentError(f"nested deeper than {FORMAT.max_depth} levels") from None
+    except (yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
+        if isinstance(error, ArgumentError):
+            raise
+        raise ArgumentError(f"it is not valid YAML: {' '.join(str(error).split())[:300]}") from None
+    return check(data, "$", FORMAT)
+
+
+def yaml_text(values: Mapping[str, Any], indent: str = "") -> str:
+    """YAML of nested mappings and lists of plain values."""
+    lines = []
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            lines.append(f"{indent}{key}:\n{yaml_text(value, indent + '  ')}")
+        else:
+            lines.append(f"{indent}{key}: {json.dumps(value, ensure_ascii=False)}\n")
+    return "".join(lines)
+
+
+def options_of(words: Sequence[str], flags: Collection[str] = ()) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The options of a command by name as it is written, such as "--lr", and the words that belong to none.
+
+    The value is a string, a list of strings where several follow, or True where none does. The last one counts.
+
+    Args:
+        flags: names of options that take no value.
+    """
+    options: dict[str, Any] = {}
+    rest: list[str] = []
+    name: str | None = None
+    for word in words:
+        if re.match(r"--?[A-Za-z]", word):
+            name, equals, value = word.partition("=")
+            options[name] = value if equals else True
+            name = None if equals or name in flags else name
+        elif name is None:
+            rest.append(word)
+        else:
+            held = options[name]
+            options[name] = word if held is True else [*(held if isinstance(held, list) else [held]), word]
+    return options, tuple(rest)
+
+
+class Fields:
+    """The keys of a configuration, with an entry for each as a target reads them.
+
+    Every reader below returns a value and writes no entry; `tell` writes it. `finish` names what nobody told.
+    """
+
+    def __init__(self, source: str, data: Mapping[str, Any], prefix: str = "", entries: list[Entry] | None = None):
+        self.source, self.data, self._prefix = source, data, prefix
+        self._entries: list[Entry] = [] if entries is None else entries
+        self._told: set[str] = set()
+        self._within: dict[str, Fields] = {}
+
+    def __contains__(self, key: object) -> bool:
+        return self.data.get(key) is not None if isinstance(key, str) else False
+
+    def path(self, key: str) -> str:
+        return f"{self._prefix}{key}"
+
+    def tell(self, key: str, kind: Kind, note: str) -> None:
+        """Write the entry of a key, whether the configuration has it or not."""
+        if key not in self._told:
+            self._told.add(key)
+            self._entries.append(Entry(self.path(key), self.data.get(key), kind, note))
+
+    def tell_all(self, notes: Mapping[str, tuple[Kind, str]]) -> None:
+        """Write the entries of those keys of a table that the configuration has."""
+        for key, (kind, note) in notes.items():
+            if key in self.data:
+                self.tell(key, kind, note)
+
+    def invalid(self, key: str, why: str) -> ArgumentError:
+        """The error of a value."""
+        return ArgumentError(f"{self.source}: {self.path(key)} is {shown(self.data.get(key))}; {why}")
+
+    def whole(self, key: str, least: int = 0) -> int | None:
+        """A whole number, also one in quotes; None if it is missing, null or "auto".
+
+        Raises:
+            ArgumentError: another value.
+        """
+        value = self.data.get(key)
+        if value is None or value == "auto":
+            return None
+        if isinstance(value, str) and re.fullmatch(r"\s*-?\d{1,18}\s*", value):
+            value = int(value)
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise self.invalid(key, f"it is a whole number of at least {least}")
+        return value
+
+    def flag(self, key: str) -> bool | None:
+        """True or False, also as words or 1 and 0; None if it is missing, null or "auto".
+
+        Raises:
+            ArgumentError: another value.
+        """
+        value = self.data.get(key)
+        if value is None or value == "auto":
+            return None
+        words = {"true": True, "yes": True, "1": True, "on": True, "false": False, "no": False, "0": False}
+        found = {**words, "off": False, "none": False, "": False}.get(str(value).lower())
+        if found is None:
+            raise self.invalid(key, "it is true or false")
+        return found
+
+    def word(self, key: str, allowed: Collection[str] = ()) -> str | None:
+        """A word, one of `allowed` if they are given; None if it is missing or null.
+
+        Raises:
+            ArgumentError: another value.
+        """
+        value = self.data.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, str):
+            raise self.invalid(key, f"it is one of {', '.join(allowed)}" if allowed else "it is a word")
+        if allowed and value not in allowed:
+            raise self.invalid(key, near_miss(value, allowed))
+        return value
+
+    def within(self, key: str) -> Fields:
+        """The keys of a nested mapping, the same object each time; none if it is missing or null.
+
+        Raises:
+            ArgumentError: the value is something else.
+        """
+        if key not in self._within:
+            value = self.data.get(key)
+            if value is not None and not isinstance(value, Mapping):
+                raise self.invalid(key, "it is a mapping of keys to values")
+            self._told.add(key)
+            self._within[key] = Fields(self.source, value or {}, f"{self._prefix}{key}.", self._entries)
+        return self._within[key]
+
+    def extend(self, entries: Iterable[Entry]) -> None:
+        """Add entries that were told of another source."""
+        self._entries.extend(entries)
+
+    def prefix_keys(self, prefix: str) -> None:
+        """Let keys begin with a prefix, which they may lack.
+
+        Raises:
+            ArgumentError: a key is there with it and without it.
+        """
+        for key in self.data:
+            if not key.startswith(prefix) and prefix + key in self.data:
+                raise self.invalid(key, f"{prefix}{key} is there as well; leave one")
+        self.data = {key if key.startswith(prefix) else prefix + key: value for key, value in self.data.items()}
+
+    def also(self, data: Mapping[str, Any], prefix: str) -> Fields:
+        """Further keys, of another file or section, whose entries and unknown keys are told with these."""
+        self._within[prefix] = Fields(self.source, data, prefix, self._entries)
+        return self._within[prefix]
+
+    def _untold(self) -> Iterator[tuple[Fields, str]]:
+        yield from ((self, key) for key in self.data if key not in self._told)
+        for inner in self._within.values():
+            yield from inner._untold()
+
+    def finish(self, known: Collection[str] = ()) -> tuple[Entry, ...]:
+        """All entries; keys that were not told are unknown, with the nearest of `known` and of what was told."""
+        for fields, key in self._untold():
+            names = {*known, *fields._told}
+            hint = f"; {near_miss(key, names)}" if names else ""
+            self._entries.append(Entry(fields.path(key), fields.data[key], "unknown", f"there is no such key{hint}"))
+        return tuple(self._entries)

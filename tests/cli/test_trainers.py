@@ -1,0 +1,179 @@
+"""`atorch plan --explain`, `--for` and `--export`."""
+
+import json
+
+import pytest
+
+from atorch.auto.strategy import Strategy
+from atorch.cli import main
+from atorch.trainer_configs import Source, recognised, target
+
+SMALL = "--layers 4 --hidden 256 --heads 4 --kv-heads 2 --ffn 512 --vocab 1000 --seq 128"
+SHAPE = SMALL.split()
+LARGE = "--layers 126 --hidden 16384 --heads 128 --ffn 53248 --vocab 128256 --seq 8192"
+HUGE = LARGE.split()
+LLAMA = "--layers 32 --hidden 4096 --heads 32 --kv-heads 8 --ffn 14336 --vocab 128256 --seq 4096"
+FSDP = """
+distributed_type: FSDP
+mixed_precision: bf16
+num_machines: 1
+num_processes: 8
+fsdp_config: {fsdp_version: 2, fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP, fsdp_colour: red}
+"""
+
+
+@pytest.fixture
+def fsdp(tmp_path):
+    path = tmp_path / "accelerate.yaml"
+    path.write_text(FSDP)
+    return str(path)
+
+
+def explained(path, *more, tmp_path, status=0):
+    """The data of an explanation on eight GPUs."""
+    out = tmp_path / "explained.json"
+    given = ["plan", "--explain", path, "--gpu", "A100-80GB", "--batch", "64", "--json", str(out), *more]
+    assert main(given) == status
+    return json.loads(out.read_text())
+
+
+def test_a_configuration_is_explained(fsdp, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    data = explained(fsdp, *SHAPE, "--micro-batch", "2", tmp_path=tmp_path)
+    assert Strategy.of(data["load_strategy"]) == Strategy.of([
+        ["parallel_mode", {"slices": [["data", 8]]}], ["half", {"dtype": "bf16"}], "fsdp", ["micro_batch", {"size": 2}],
+    ])  # fmt: skip
+    assert data["fits"]
+    assert not data["short"]
+    kinds = {entry["key"]: entry["kind"] for entry in data["entries"]}
+    assert kinds["fsdp_config.fsdp_version"] == "used"
+    assert kinds["fsdp_config.fsdp_colour"] == "unknown"
+    assert data["cluster"]["devices_per_node"] == 8
+    gains = [change["saves_s"] for change in data["changes"]]
+    assert gains == sorted(gains, reverse=True)
+    assert gains[0] > 0
+    for change in data["changes"]:  # each is configuration, of which one change leads back
+        changed, mine = Strategy.of(change["load_strategy"]), Strategy.of(data["load_strategy"])
+        assert changed != mine
+    assert data["best"]["estimate"]["step_s"] <= data["estimate"]["step_s"]
+    shown = capsys.readouterr().out
+    assert "fsdp_colour" in shown
+    assert "What one change gains" in shown
+
+
+def test_what_does_not_fit_has_status_2_and_changes_that_fit(fsdp, tmp_path):
+    data = explained(fsdp, *HUGE, tmp_path=tmp_path, status=2)
+    assert not data["fits"]
+    assert "short" in data["short"]
+    assert data["best"]  # the best plan, or why there is none
+
+
+def test_what_atorch_would_refuse_is_estimated_and_told(tmp_path):
+    """fp8 on a device without it, of the same work."""
+    path = tmp_path / "fp8.yaml"
+    path.write_text("distributed_type: MULTI_GPU\nnum_processes: 8\nmixed_precision: fp8\nfp8_config: {backend: AO}")
+    data = explained(str(path), *SHAPE, tmp_path=tmp_path)
+    assert any("fp8" in reason for reason in data["refusals"])
+    assert data["estimate"]["step_s"] > 0
+
+
+def test_a_file_of_transformers_has_its_own_model_and_batch(tmp_path):
+    """Its defaults give way to options; adapters have frozen weights in 16 bits, without copies."""
+    path, out = tmp_path / "sft.yaml", tmp_path / "explained.json"
+    path.write_text(
+        "model_name_or_path: Qwen/Qwen3-8B\nper_device_train_batch_size: 2\nbf16: true\nuse_peft: true\nlora_r: 32\n"
+        "lora_target_modules: [q_proj, v_proj]\ngradient_checkpointing: true\nmax_length: 2048\noptim: adamw_8bit\n"
+    )
+    assert main(["plan", "--explain", str(path), "--gpu", "rtx3090", "--batch", "8", "--json", str(out)]) in (0, 2, 3)
+    data = json.loads(out.read_text())
+    assert Strategy.of(data["load_strategy"]) == Strategy.of(["checkpoint", ["micro_batch", {"size": 2}]])
+    assert data["setup"]["knobs"] == {"lora": "32:q_proj,v_proj", "optimizer": "adamw8bit"}
+    assert data["num_params"] > 8e9
+
+
+def test_what_is_missing_is_asked_for_by_name(fsdp, capsys):
+    assert main(["plan", "--explain", fsdp]) == 1
+    told = capsys.readouterr().err
+    assert "MODEL" in told
+    assert "--gpu NAME, 1 × 8 of which it has" in told
+    assert "--batch" in told
+
+
+CONTRADICTIONS = {
+    "batches": ('{"train_batch_size": 100, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4,'
+                ' "zero_optimization": {"stage": 2}}', "the global batch is 100"),
+    "tensors": ('{"train_batch_size": 64, "zero_optimization": {"stage": 3}, "tensor_parallel": {"autotp_size": 2}}',
+                "stages 0 to 2"),
+    "precision": ('{"train_batch_size": 64, "bf16": {"enabled": true}, "fp16": {"enabled": true}}', "one of them"),
+    "stage": ('{"train_batch_size": 64, "zero_optimization": {"stage": 4}}', "stages are 0 to 3"),
+    "offload": ('{"train_batch_size": 64, "zero_optimization": {"offload_optimizer": {"device": "cpu"}}}', "stage 0"),
+    "mesh": ("distributed_type: FSDP\nnum_processes: 8\nfsdp_config: {fsdp_version: 2}\n"
+             "parallelism_config: {parallelism_config_dp_shard_size: 2, parallelism_config_tp_size: 2}",
+             "= 4 processes"),
+    "version": ("distributed_type: FSDP\nnum_processes: 8\nfsdp_config: {fsdp_version: 3}", "it is 1 or 2"),
+    "machines": ("distributed_type: MULTI_GPU\nnum_processes: 8\nnum_machines: 3", "3 machines"),
+    "word": ("distributed_type: MULTI_GPU\nnum_processes: 8\nmixed_precision: bf17", "fp16, bf16"),
+    "tpu": ("distributed_type: XLA\nnum_processes: 8", "TPU"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CONTRADICTIONS)
+def test_a_contradiction_is_told(name, tmp_path, capsys):
+    text, told = CONTRADICTIONS[name]
+    path = tmp_path / ("ds.json" if text[0] == "{" else "accelerate.yaml")
+    path.write_text(text)
+    given = ["plan", "--explain", str(path), "--cluster", "8xA100-80GB", *SHAPE]
+    assert main(given if "batch_size" in text else [*given, "--batch", "64"]) == 1
+    assert told in capsys.readouterr().err
+
+
+def read(text, tmp_path):
+    path = tmp_path / ("ds.json" if text[0] == "{" else "accelerate.yaml")
+    path.write_text(text)
+    source = Source.of(str(path))
+    return recognised(source).read(source)
+
+
+def note_of(setup, key):
+    return next((entry.kind, entry.note) for entry in setup.entries if entry.key == key)
+
+
+def test_what_a_trainer_silently_does_is_told(tmp_path):
+    """FSDP1's version, its whole model as one unit, its two names for a strategy, and an unquoted no."""
+    setup = read(
+        "distributed_type: FSDP\nnum_processes: 8\nmixed_precision: no\n"
+        "fsdp_config: {reshard_after_forward: SHARD_GRAD_OP}",
+        tmp_path,
+    )
+    assert note_of(setup, "fsdp_config.fsdp_version") == ("assumed", "1, the default")
+    assert note_of(setup, "fsdp_config.fsdp_reshard_after_forward")[0] == "no effect"
+    assert "one unit" in note_of(setup, "fsdp_config.fsdp_auto_wrap_policy")[1]
+    assert "quote it" in note_of(setup, "mixed_precision")[1]
+    assert setup.methods == ("zero2",)
+
+
+def test_offloaded_parameters_take_their_states_along(tmp_path):
+    text = '{"train_batch_size": 8, "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}'
+    setup = read(text, tmp_path)
+    assert ["offload", {"optimizer": 1.0, "parameters": 1.0}] in setup.methods
+    assert note_of(setup, "zero_optimization.offload_optimizer.device")[0] == "assumed"
+
+
+@pytest.mark.parametrize("tool", ["accelerate", "deepspeed"])
+def test_a_plan_for_a_trainer_is_one_that_it_can_express(tool, tmp_path, capsys):
+    folder, out = tmp_path / tool, tmp_path / "plan.json"
+    given = ["plan", *LLAMA.split(), "--cluster", "2x8xA100-80GB", "--batch", "64", "--verify", "0", "--json", str(out)]
+    assert main([*given, "--export", tool, str(folder), "--launch", "slurm"]) in (0, 3)
+    plan = json.loads(out.read_text())
+    strategy = Strategy.of(plan["load_strategy"])
+    assert target(tool).lacks(strategy) == ()
+    source = Source.of(str(folder / "launch.slurm"))
+    again = recognised(source).read(source)
+    assert again.strategy(16) == strategy
+    assert again.batches(16)[2] == 64
+    assert "sbatch launch.slurm" in capsys.readouterr().out
+
+
+def test_an_unknown_trainer_is_named(capsys):
+    assert main(["plan", *SHAPE, "--cluster", "1xA100-80GB", "--for", "acelerate"]) == 1
+    assert "did you mean 'accelerate'" in capsys.readouterr().err
