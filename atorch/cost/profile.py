@@ -199,7 +199,7 @@ def distinct_share(segment: Segment, places: int) -> float:
     if first is None:
         return 1.0
     copies = max(1.0, first.rows * first.count / segment.matmuls[0].rows)
-    return places * (1.0 - (1.0 - 1.0 / places) ** copies) / copies
+    return places * (1.0 - math.pow(1.0 - 1.0 / places, copies)) / copies
 
 
 def saved_bytes(segment: Segment) -> float:
