@@ -22,7 +22,7 @@ from atorch.auto.arguments import meant, positioned
 from atorch.auto.context import Context
 from atorch.auto.job import make_context
 from atorch.auto.opt_lib.shared.optimizer_compatibility import kernel_notes
-from atorch.auto.planner.request import PLAN_OPTIONS, PlanRequest
+from atorch.auto.planner.request import PLAN_OPTIONS, PlanJob, PlanRequest
 from atorch.auto.simulated_candidates import Allowance, Doing, simulated
 from atorch.auto.strategy import Strategy
 from atorch.cluster.spec import ClusterSpec
@@ -124,7 +124,7 @@ def plan_for(
         NoFeasiblePlanError: nothing fits; the nearest miss is named, with remedies.
         ArgumentError, StrategyError: an invalid argument.
     """
-    from atorch.auto.planner.cluster_search import answer
+    from atorch.auto.planner.cluster_search import answer, beside_experts
 
     until, request = time.monotonic() + PLANNING_S, PlanRequest(**knobs)
     verify = request.verify
@@ -132,7 +132,7 @@ def plan_for(
     def ask(reserve: float) -> ClusterPlan:
         with doing("searching for the best strategy"):
             plan = answer(subject.profile, cluster, replace(request, reserve=reserve), advise=advise, count=True)
-        return replace(plan, notes=(*_notes(subject, cluster), *plan.notes))
+        return replace(plan, notes=(*_notes(subject), *plan.notes))
 
     def verified(plan: ClusterPlan) -> ClusterPlan:
         if verify is None:
@@ -140,7 +140,9 @@ def plan_for(
         return _verified(plan, subject, verify, Allowance(real_bytes=_room()), doing)
 
     plan = ask(request.reserve)
-    return _fitting(plan, ask, verified) if verify != 0 else plan
+    plan = _fitting(plan, ask, verified) if verify != 0 else plan
+    with doing("comparing with expert parallelism") if advise else nullcontext():
+        return replace(plan, notes=(*plan.notes, *beside_experts(PlanJob(subject.profile, cluster, request), plan)))
 
 
 def cluster_of(source: str | PathLike[str] | ClusterSpec) -> ClusterSpec:
@@ -248,14 +250,10 @@ def _traced(model: nn.Module, sample_batch: Any, cluster: ClusterSpec, job: dict
     return Subject(profile, ctx, batch)
 
 
-def _notes(subject: Subject, cluster: ClusterSpec) -> Iterator[str]:
+def _notes(subject: Subject) -> Iterator[str]:
     if subject.profile.kernels:
         packages = ", ".join(subject.profile.kernels)
         yield f"the figures are those of fused kernels; training without {packages} is much slower: install them"
-    if cluster.world_size > 1 and any(segment.num_experts for segment in subject.profile.segments):
-        yield (
-            "expert parallelism, which many published runs of such models use, is not a method here; plans are without"
-        )
     if subject.ctx is not None:
         yield from kernel_notes(subject.ctx)
 

@@ -138,7 +138,8 @@ def _local_shape(cost: Cost, product: Matmul, share: float, load: float = 1.0) -
     rows, inner, columns, count = product.rows * share, float(product.inner), float(product.columns), product.count
     rows *= load if product.of_experts else 1.0
     if product.of_experts and cost.expert > 1:
-        count, rows = count / cost.expert, rows * cost.expert  # fewer experts here, each with tokens of more ranks
+        # Fewer experts, each with tokens of more ranks; tensor ranks send a part of theirs each.
+        count, rows = count / cost.expert, rows * cost.expert / cost.tensor
     elif product.split == "columns":
         columns /= cost.tensor
     elif product.split == "rows":

@@ -102,6 +102,7 @@ class Terms(NamedTuple):
     expert_capacity: float
     expert_skew: float
     expert_divisor: float
+    expert_ranks: float
     stages: int
     recompute: float
     recompute_keeps: RecomputePolicy
@@ -297,7 +298,7 @@ def _copy(terms: Terms, segment: Segment) -> _Copy:
     kept += terms.held_gathers * segment.input_bytes * (scale - outside)
     if segment.dispatched_bytes:
         capacity, skew = terms.expert_capacity, terms.expert_skew
-        load = busiest_load(segment, scale, ranks=terms.expert, capacity=capacity, skew=skew)
+        load = busiest_load(segment, scale / terms.tensor, ranks=terms.expert, capacity=capacity, skew=skew)
         kept = max(0.0, kept + (load - 1.0) * inside * saved_bytes(segment))
     working = segment.working_bytes * (inside if segment.split_working else scale)
     # An input after its gather, and a gradient before its scatter.
@@ -310,13 +311,13 @@ def _copy(terms: Terms, segment: Segment) -> _Copy:
     whole = dense + experts
     results = inside * segment.inside.selective_bytes + outside * segment.outside.selective_bytes
     return _Copy(
-        stored_bytes=kept_elements(dense, experts, terms.param_shards, terms.expert)
+        stored_bytes=kept_elements(dense, experts, terms.param_shards, terms.expert_ranks)
         * segment.mean_itemsize(terms.param_itemsize),
         cast=share * whole if 0.0 < segment.frozen_itemsize <= terms.cast_itemsize else whole,
         gathered_bytes=whole * segment.sent_itemsize(terms.gathered_itemsize, terms.fp8_sent),
         trained=share * whole,
-        stored_grads=share * kept_elements(dense, experts, terms.grad_shards, terms.expert),
-        stored_state=share * kept_elements(dense, experts, terms.optim_shards, terms.expert),
+        stored_grads=share * kept_elements(dense, experts, terms.grad_shards, terms.expert_ranks),
+        stored_state=share * kept_elements(dense, experts, terms.optim_shards, terms.expert_ranks),
         kept=kept,
         again=again,
         results=results,

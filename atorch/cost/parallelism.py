@@ -14,6 +14,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
@@ -25,6 +26,8 @@ AXES = ("tensor", "sequence", "context", "zero", "data", "pipeline")
 """The usual order of ranks, the fastest-varying first."""
 BATCH_AXES = ("data", "zero")
 """Axes whose ranks see different samples, in the order that hybrid sharding needs: replicas, then shards."""
+EXPERT_AXIS = "expert"
+"""Not an axis of the mesh: the ranks that share experts. After axes of the mesh: those that hold the same experts."""
 REPLICA_AXES = ("data", "zero", "sequence", "context")
 """Axes whose ranks hold the same parameters and see different tokens: gradients are summed over them."""
 
@@ -86,7 +89,7 @@ def replicate(
 
     Li et al. 2020, arXiv 2006.15704, section 3.2. `itemsize` is that of the payload; by default that of gradients.
     """
-    return cost.send(_reduction(cost, "all_reduce", axes, itemsize, bucket_bytes, overlaps))
+    return _send(cost, _reduction(cost, "all_reduce", axes, itemsize, bucket_bytes, overlaps))
 
 
 Gathers = Literal["all_gather", "at once", "broadcast", "sliced"]
@@ -118,7 +121,8 @@ def shard_optimizer(
         calls, share = deal_out(cost, shards)
     elif gathers != "all_gather":
         calls, gathers = num_sliced_buckets(cost) if gathers == "sliced" else 1.0, "all_gather"
-    return cost.but(optim_shards=cost.optim_shards / share).send(
+    return _send(
+        cost.but(optim_shards=cost.optim_shards / share),
         _reduction(cost, reduces, axes, itemsize, bucket_bytes, overlaps),
         Comm(gathers, over, stepped, count=calls, overlap=1.0 - 1.0 / calls if gathers_ahead else 0.0),
     )
@@ -160,7 +164,7 @@ def shard(
     reduced = reduced_itemsize * trainable
     out = 2.0 * gathered if copies == "both" else 0.0
     into = 0.0 if copies == "nothing" else reduced + itemsize * trainable
-    return cost.but(
+    cost = cost.but(
         param_shards=cost.param_shards * shards,
         grad_shards=cost.grad_shards * (1.0 if once_a_step else shards),
         optim_shards=cost.optim_shards * shards,
@@ -169,11 +173,35 @@ def shard(
         whole_grads=once_a_step,
         cast_itemsize=0.0,  # shards are cast before the gather
         cast_traffic_bytes=cost.cast_traffic_bytes / shards,
-    ).send(
-        Comm("all_gather", axes, gathered, calls + regathers, overlap, each_micro_batch=not once_a_step, copied=out),
-        Comm("reduce_scatter", axes, reduced, reductions, overlap, each_micro_batch=not once_a_step, copied=into),
-        Comm("all_reduce", replicas, reduced / shards, reductions, overlap, each_micro_batch=not once_a_step),
     )
+    often = not once_a_step
+    cost = _send(
+        cost,
+        Comm("all_gather", axes, gathered, calls + regathers, overlap, each_micro_batch=often, copied=out),
+        Comm("reduce_scatter", axes, reduced, reductions, overlap, each_micro_batch=often, copied=into),
+        calls_a_group=True,
+    )
+    between = Comm("all_reduce", replicas, reduced / shards, reductions, overlap, each_micro_batch=often)
+    return _send(cost, between, calls_a_group=True, fewer_shards=min(shards, cost.expert_ranks))
+
+
+def _send(cost: Cost, *comm: Comm, calls_a_group: bool = False, fewer_shards: float = 1.0) -> Cost:
+    """Send parameters or gradients; of experts only between ranks that hold the same ones.
+
+    Experts have groups of their own. With `calls_a_group` these take as many calls as the rest, else calls go by bytes.
+    `fewer_shards`: a shard of experts over one of the rest.
+    """
+    share = cost.expert_share if cost.expert > 1 else 0.0
+    if not share:
+        return cost.send(*comm)
+    for call in comm:
+        size, _ = cost.expert_replicas(*call.axis)
+        for part, factor, axis in ((1.0 - share, 1.0, call.axis), (share, fewer_shards, (*call.axis, EXPERT_AXIS))):
+            if size > 1 or axis == call.axis:
+                count = call.count * (1.0 if calls_a_group else part)
+                sent = replace(call, axis=axis, num_bytes=part * factor * call.num_bytes, count=count)
+                cost = cost.send(replace(sent, copied=part * call.copied))
+    return cost
 
 
 def _num_groups_around(segments: tuple[Segment, ...]) -> int:

@@ -193,6 +193,15 @@ def busiest_load(segment: Segment, share: float, *, ranks: int, capacity: float,
     return min(float(ranks), load + math.sqrt(2.0 * math.log(ranks) * load * (1.0 - 1.0 / ranks) / tokens))
 
 
+def distinct_share(segment: Segment, places: int) -> float:
+    """Places that have experts of a token, over its copies, if each of its experts is at any of `places` alike."""
+    first = _first(segment)
+    if first is None:
+        return 1.0
+    copies = max(1.0, first.rows * first.count / segment.matmuls[0].rows)
+    return places * (1.0 - math.pow(1.0 - 1.0 / places, copies)) / copies
+
+
 def saved_bytes(segment: Segment) -> float:
     """Bytes that a segment's experts save: inputs and results of their products."""
     first = _first(segment)
@@ -202,8 +211,8 @@ def saved_bytes(segment: Segment) -> float:
     return segment.dispatched_bytes * features / first.inner
 
 
-def kept_elements(dense: float, experts: float, shards: float, ranks: int) -> float:
-    """Elements of a sharded tensor on a device; expert parallelism over `ranks` leaves fewer shards for the experts."""
+def kept_elements(dense: float, experts: float, shards: float, ranks: float) -> float:
+    """Elements of a sharded tensor on a device; experts are spread over `ranks` of the shards' ranks already."""
     return dense / shards + experts / max(1.0, shards / ranks)
 
 

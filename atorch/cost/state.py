@@ -108,9 +108,10 @@ class Cost:
     own_tokens: bool = False  # except that sequence and context ranks have their own: embeddings, head, loss
     gathers_logits: bool = False  # gathers logits from tensor ranks, for a loss that needs full ones
     tensor_beside: Beside = "nothing"
-    expert: int = 1
+    expert: int = 1  # neighbours that share a mixture's experts, all tensor ranks of some replicas
     expert_capacity: float = 0.0  # tokens that an expert has room for, over the mean; 0: no limit
     expert_skew: float = 0.0  # tokens of the busiest expert, over the mean; 0: evenly routed
+    sends_once: bool = False  # a token to a rank (or node, if experts are on several) that has some of its experts
     stages: int = 1
     sends_beside: bool = False  # stages send and receive while they compute other micro-batches
     scatters_sends: bool = False  # each tensor rank sends its share, gathered on arrival: arXiv 2104.04473, 4.1
@@ -181,6 +182,27 @@ class Cost:
     def expert_divisor(self) -> float:
         """The number of devices that share a mixture's experts; without an expert axis the tensor axis splits them."""
         return float(self.expert if self.expert > 1 else self.tensor)
+
+    @property
+    def expert_ranks(self) -> float:
+        """Ranks among those that hold the same other parameters, over which experts are spread."""
+        return self.expert / self.tensor if self.expert > 1 else 1.0
+
+    @property
+    def expert_share(self) -> float:
+        """The part of a device's parameters that are experts', before data-parallel sharding."""
+        held = sum(part.count * part.expert_params for part in self.segments) / self.expert_divisor
+        return held / self.num_params if held else 0.0
+
+    def expert_replicas(self, *names: str) -> tuple[int, int]:
+        """The number of ranks over these axes that hold the same experts, and the distance between them."""
+        inner = 1
+        for name, size in self.axes.items():
+            if name in names:
+                break
+            inner *= 1 if name == "pipeline" else size
+        apart = max(self.expert, inner)
+        return max(1, self.size(*names) * inner // apart), apart
 
     @property
     def num_params(self) -> float:

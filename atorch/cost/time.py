@@ -8,11 +8,9 @@ from typing import NamedTuple
 
 from atorch.cluster.spec import ClusterSpec
 from atorch.cost.comm import (
-    EXPERT_AXIS,
     LinkGroup,
     boundary_bytes,
-    group_of,
-    group_of_neighbours,
+    group_for,
     of_copy,
     overlapped_share,
     rounds_of,
@@ -21,8 +19,9 @@ from atorch.cost.comm.offload import host_time
 from atorch.cost.gemm import ProductTimes, peak_flops
 from atorch.cost.kernels import added_elements, micro_batch_bytes, optimizer_bytes, seconds_of_copy
 from atorch.cost.memory_timeline import micro_batch_share
+from atorch.cost.parallelism import EXPERT_AXIS
 from atorch.cost.pipeline_stages import StageRange, StageRanges, cut_of
-from atorch.cost.profile import Segment, kept_elements
+from atorch.cost.profile import Segment, distinct_share, kept_elements
 from atorch.cost.state import Cost
 
 SHARPNESS = 2.5  # of the transition between launch-bound and work-bound; near it neither hides the other fully
@@ -109,7 +108,7 @@ class _Totals(NamedTuple):
 _read_by_copies = attrgetter(
     "dtype", "fp8", "fp8_outside", "compiled", "tensor", "splits_norms", "held_gathers", "whole_outside", "own_tokens",
     "gathers_logits", "tensor_beside", "fp8_once", "fp8_gathers", "adds_in_products",
-    "sequence", "context", "expert", "expert_capacity", "expert_skew",
+    "sequence", "context", "expert", "expert_capacity", "expert_skew", "sends_once",
     "attention_kernel", "attention_load", "activation_scale", "traffic_scale", "ops_scale",
 )  # fmt: skip
 """Fields that decide copies' seconds, apart from the cluster and those that `StepTimes._copies_of` adds."""
@@ -134,7 +133,7 @@ class StepTimes:
         self.cluster = cluster
         self._links = links or {}
         self._products = ProductTimes(cluster.device)
-        self._groups: dict[tuple[tuple[str, ...], _Mesh | tuple[int, int]], LinkGroup] = {}
+        self._groups: dict[tuple[tuple[str, ...], int, _Mesh], LinkGroup] = {}
         self._copies: dict[tuple[object, ...], _Copies] = {} if copies is None else copies._copies
         self._copy_of: dict[tuple[object, ...], _Copy] = {} if copies is None else copies._copy_of
 
@@ -176,16 +175,10 @@ class StepTimes:
         )
 
     def _group(self, cost: Cost, axis: tuple[str, ...]) -> LinkGroup:
-        of_experts = axis == (EXPERT_AXIS,)
-        key = axis, (cost.expert, cost.tensor) if of_experts else tuple(cost.axes.items())
+        key = axis, cost.expert, tuple(cost.axes.items())
         group = self._groups.get(key)
         if group is None:
-            cluster = self._links.get(axis[0], self.cluster)
-            if of_experts:
-                group = group_of_neighbours(cost.expert, cluster, cost.tensor)
-            else:
-                group = group_of(axis, cost.axes, cluster)
-            self._groups[key] = group
+            group = self._groups[key] = group_for(axis, cost, self._links.get(axis[0], self.cluster))
         return group
 
     def _copies_of(self, cost: Cost, cut: StageRange) -> _Copies:
@@ -218,14 +211,17 @@ class StepTimes:
         late_s = MEETING_S if device.type == "cuda" else 0.0
         for comm in of_copy(cost, segment):
             group = self._group(cost, comm.axis)
-            seconds = group.seconds(comm.kind, comm.count, comm.num_bytes)
+            num_bytes = comm.num_bytes
+            if cost.sends_once and comm.axis == (EXPERT_AXIS,):
+                num_bytes *= distinct_share(segment, group.num_nodes if group.num_nodes > 1 else group.size)
+            seconds = group.seconds(comm.kind, comm.count, num_bytes)
             hiding = comm.overlap * seconds
             if comm.axis == ("tensor",):
                 hiding = min(hiding, computed.matmul_s * overlapped_share(cost, segment, comm.overlap))
                 overlapped += hiding
             exposed += seconds - hiding + (1.0 - comm.overlap) * comm.count * rounds_of(comm.kind) * late_s
             hidden += hiding
-            carried[group.num_nodes > 1] += group.carrying_s(comm.kind, comm.num_bytes)
+            carried[group.num_nodes > 1] += group.carrying_s(comm.kind, num_bytes)
             launch += comm.count * (launching + waiting_s * rounds_of(comm.kind) * (group.size - 1))
         uncovered = max(0.0, overlapped - computed.matmul_s)  # hideable, but longer than the products that hide it
         return _Copy(
@@ -367,7 +363,8 @@ def _end_seconds(
         if cluster.device.type == "cuda":
             hiding = slowdown_of_hidden(share * totals.once.hidden_s, backward + waiting)
         exposed = share * totals.once.exposed_s + hiding
-        optimizer = optimizer_s * kept_elements(micro.work.dense, micro.work.experts, cost.optim_shards, cost.expert)
+        work = micro.work
+        optimizer = optimizer_s * kept_elements(work.dense, work.experts, cost.optim_shards, cost.expert_ranks)
         if exposed + optimizer - waited > longest:
             longest = exposed + optimizer - waited
             left = max(0.0, exposed - waited)

@@ -22,8 +22,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from atorch.cluster.spec import ClusterSpec, LinkSpec
-from atorch.cost.comm import EXPERT_AXIS
 from atorch.cost.memory import uses_host
+from atorch.cost.parallelism import EXPERT_AXIS
 from atorch.cost.state import Cost
 from atorch.cost.time import StepTimes
 

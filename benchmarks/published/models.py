@@ -81,6 +81,17 @@ _MODELS: Mapping[str, Mapping[str, Any]] = {
         latent=_DEEPSEEK_V2,
         experts=Experts(count=256, top_k=8, ffn=2048, shared_ffn=2048, dense_layers=3),
     ),
+    r"kimi-k2": _model(
+        61,
+        7168,
+        64,
+        64,
+        18432,
+        163840,
+        4096,
+        latent=_DEEPSEEK_V2,
+        experts=Experts(count=384, top_k=8, ffn=2048, shared_ffn=2048, dense_layers=1),
+    ),
     r"qwen3-30b-a3b": _model(
         48, 2048, 32, 4, 6144, 151936, 4096, head_dim=128, experts=Experts(count=128, top_k=8, ffn=768)
     ),

@@ -117,7 +117,11 @@ def cost_of(row: Row) -> Cost:
     )
     cost = split_context(split_tensor(cost, splits_norms=layout.splits_norms))
     cost = split_pipeline(
-        cost.but(expert=layout.expert, expert_capacity=_expert_capacity(row)),
+        cost.but(
+            expert=layout.expert,
+            expert_capacity=_expert_capacity(row),
+            sends_once="deepep" in row.text("arch"),  # DeepEP or HybridEP
+        ),
         schedule="interleaved" if layout.interleave > 1 else "1f1b",
         interleave=layout.interleave,
     )
@@ -139,6 +143,8 @@ def _agree(layout: Layout, shape: TransformerShape) -> None:
     experts = shape.experts.count if shape.experts else 1
     if experts % layout.expert or layout.expert > layout.devices:
         raise ArgumentError(f"ep {layout.expert} does not divide {experts} experts on {layout.devices} devices")
+    if layout.expert > 1 and layout.expert % layout.tensor:
+        raise ArgumentError(f"ep {layout.expert} with tp {layout.tensor}: how tensor ranks divide experts is not known")
     for name, degree, whole in (("tp", layout.tensor, shape.hidden), ("cp", layout.context, shape.seq_len)):
         if degree > whole:
             raise ArgumentError(f"{name} {degree} leaves nothing of {whole}")

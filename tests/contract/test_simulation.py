@@ -119,7 +119,7 @@ SEQUENCE = ("parallel_mode", ([("sequence", 2)], None))
 CONTEXT = ("parallel_mode", ([("context", 2)], None))
 
 COMPOSITIONS: tuple[tuple[Any, ...], ...] = (
-    *((name,) for name in METHODS if name not in APART),
+    *((name,) for name in METHODS if name not in APART and not METHODS[name].planned_only),
     (TENSOR, "tensor_parallel"),
     (SEQUENCE, "module_replace", "sequence_parallel"),
     (TENSOR, "tensor_parallel", ("sequence_parallel", {"mode": "megatron"})),

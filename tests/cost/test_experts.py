@@ -8,9 +8,16 @@ from hypothesis import strategies as st
 
 from atorch.cluster.spec import ClusterSpec
 from atorch.cost import peak_memory, plain_cost, step_time
-from atorch.cost.comm import of_copy
-from atorch.cost.parallelism import accumulate, arrange, replicate, shard
-from atorch.cost.profile import busiest_load, saved_bytes
+from atorch.cost.comm import group_for, of_copy
+from atorch.cost.parallelism import (
+    accumulate,
+    arrange,
+    replicate,
+    shard,
+    shard_optimizer,
+    split_tensor,
+)
+from atorch.cost.profile import busiest_load, distinct_share, saved_bytes
 from atorch.cost.transformer import Experts, TransformerShape, transformer_profile
 
 CLUSTER = ClusterSpec.load("8xH100-80GB")
@@ -93,6 +100,72 @@ def test_the_optimizer_steps_the_states_that_are_kept(shape):
     costs = [shard(start.but(expert=ranks)) for ranks in (1, 4, 8)]
     taken = [step_time(cost, CLUSTER).optimizer_s / peak_memory(cost).optimizer for cost in costs]
     assert taken == pytest.approx([taken[0]] * 3)
+
+
+@shapes
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_experts_are_held_once_by_each_group_and_sent_among_those_that_hold_the_same(shape, tensor):
+    """Bytes × ranks add up to the model: experts on 16 ranks, all else on the same ranks of the tensor axis."""
+    start = split_tensor(arrange(plain_cost(transformer_profile(shape), 32), {"tensor": tensor, "data": 16 // tensor}))
+    dense = sum(part.count * (part.num_params - part.expert_params) for part in start.segments)
+    experts = sum(part.count * part.expert_params for part in start.segments)
+    for ranks in (2, 4, 8):
+        cost = start.but(expert=ranks)
+        assert sum(part.count * cost.local_experts(part) for part in cost.segments) * ranks == pytest.approx(experts)
+        if tensor == 1:  # which otherwise holds norms and routers twice
+            assert 16 * peak_memory(shard(cost)).parameters == pytest.approx(2.0 * (dense + experts))
+        for sent in (replicate(cost), shard_optimizer(cost), shard(cost)):
+            same = [comm for comm in sent.comm if comm.axis[-1] == "expert"]
+            rest = [comm for comm in sent.comm if comm.axis[-1] != "expert"]
+            assert bool(same) == (ranks < 16)
+            assert {group_for(comm.axis, sent, CLUSTER).size for comm in same} == {16 // ranks}
+            assert {group_for(comm.axis, sent, CLUSTER).size for comm in rest} == {16 // tensor}
+            share = sum(comm.num_bytes for comm in same) / sum(comm.num_bytes for comm in sent.comm)
+            assert share == pytest.approx(cost.expert_share)
+    alone = replicate(start.but(expert=16)) if shape is DEEPSEEK else None
+    assert alone is None or not [comm for comm in alone.comm if comm.axis[-1] == "expert"]
+
+
+@shapes
+def test_one_group_of_experts_is_no_axis(shape):
+    start = arrange(plain_cost(transformer_profile(shape), 32), {"data": 8})
+    for method in (replicate, shard_optimizer, shard):
+        plain, one = method(start), method(start.but(expert=1, expert_skew=0.0))
+        assert plain == one
+        assert step_time(plain, CLUSTER) == step_time(one, CLUSTER)
+        assert peak_memory(plain) == peak_memory(one)
+        assert [comm.axis for comm in one.comm if "expert" in comm.axis] == []
+
+
+def test_hybrid_shards_of_experts_are_summed_over_the_other_replicas():
+    """Experts of 4 ranks in shards of 8 are over 2 each; over the 2 replicas go four times as many bytes of them."""
+    start = arrange(plain_cost(transformer_profile(MIXTRAL), 32), {"zero": 8, "data": 2}).but(expert=4)
+    cost = shard(start, axes=("zero",), replicas=("data",))
+    sums = {comm.axis: comm.num_bytes for comm in cost.comm if comm.kind == "all_reduce"}
+    shares = 1.0 - cost.expert_share, 4.0 * cost.expert_share
+    assert sums["data", "expert"] / sums["data",] == pytest.approx(shares[1] / shares[0])
+    cluster = ClusterSpec.load("2x8xH100-80GB")
+    assert group_for(("data", "expert"), cost, cluster) == group_for(("data",), cost, cluster)
+
+
+def test_tensor_ranks_send_a_part_of_the_tokens_each():
+    plain, split = (
+        split_tensor(arrange(plain_cost(transformer_profile(MIXTRAL), 32), axes), splits_norms=True).but(expert=8)
+        for axes in ({"data": 8}, {"tensor": 2, "data": 4})
+    )
+    (sent,), (part,) = (
+        [comm for comm in of_copy(cost, blocks(MIXTRAL)) if comm.kind == "all_to_all"] for cost in (plain, split)
+    )
+    assert part.num_bytes == sent.num_bytes  # half the tokens of twice the samples
+
+
+def test_a_token_goes_once_to_each_place():
+    """Two experts of a token are on 8 ranks, on the same one with a chance of 1/8; on one rank all are."""
+    assert distinct_share(blocks(MIXTRAL), 8) == pytest.approx((2 - 1 / 8) / 2)
+    assert distinct_share(blocks(MIXTRAL), 1) == pytest.approx(1 / 2)
+    assert distinct_share(transformer_profile(MIXTRAL).segments[0], 8) == 1.0
+    cost = training(DEEPSEEK)
+    assert step_time(cost.but(sends_once=True), CLUSTER).total_s < step_time(cost, CLUSTER).total_s
 
 
 def test_what_experts_keep_is_what_their_products_take_and_give():

@@ -10,6 +10,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
@@ -21,16 +22,17 @@ from atorch.auto.planner.candidate_table import EQUAL, CandidateTable
 from atorch.auto.planner.estimate import EstimateUncertainty, estimate_of, usable_bytes, usable_host_bytes
 from atorch.auto.planner.explanation import MemoryLimits, counterfactuals, remedies
 from atorch.auto.planner.plan import ClusterPlan, Estimate, Rejected, Scored, json_data
-from atorch.auto.planner.request import PlanJob, PlanRequest
+from atorch.auto.planner.request import EXPERTS, PlanJob, PlanRequest
 from atorch.auto.planner.space import MESH, Space, plannable
 from atorch.auto.strategy import Method, Strategy
 from atorch.cluster.spec import ClusterSpec
 from atorch.cost import Cost, ModelProfile, StepTimes, plain_cost
 from atorch.distributed.mesh import AXES
 from atorch.errors import NoFeasiblePlanError, StrategyError
-from atorch.units import format_bytes
+from atorch.units import format_bytes, format_seconds
 
 MOST = 50_000  # limit of scored compositions without proof that the best is among them
+FEW_LOOKS = 1000  # the same for visited branches, to compare with expert parallelism
 EXAMPLES = 3  # compositions that are listed for each limit that rejects some
 WORTH = 0.2  # share of a step that host memory must save, as no runs confirm its estimates
 
@@ -73,6 +75,33 @@ def answer(
         raise _nothing_fits(question, space, found)
     plan = _plan(question, space, found, rows, request.objective, began)
     return replace(plan, num_legal=num_legal(space, question.start)) if count else plan
+
+
+def beside_experts(job: PlanJob, plan: ClusterPlan) -> Iterator[str]:
+    """Compare a mixture's plan with the best with expert parallelism or, if it has that, with the best without."""
+    request = job.request
+    if EXPERTS in plan.strategy.names():
+        given = {name: getattr(request, name) for name in ("fixed", "extend")}
+        less = {name: strategy and strategy.without(EXPERTS) for name, strategy in given.items()}
+        job = job.but(included=tuple(name for name in request.included if name != EXPERTS), **less)
+    elif not job.has_experts or EXPERTS in request.excluded or request.fixed is not None:
+        return
+    else:
+        job = job.but(included=(*request.included, EXPERTS))
+    step_s, told = math.inf, "nothing fits"
+    with suppress(StrategyError):
+        _, _, found = _searched(
+            _Question(job.profile, plan.cluster, job.request), breadth=1, nearest=False, most_looks=FEW_LOOKS
+        )
+        for row in found.columns.fastest(1):
+            step_s = float(found.columns.step_s[row])
+            told = f"{format_seconds(step_s)}, by {Strategy(found.columns.methods[row])}"
+    if EXPERTS in plan.strategy.names():
+        yield f"{EXPERTS} is for plans alone: atorch cannot apply it yet; the best that it can: {told}"
+    elif step_s < plan.estimate.step_s:
+        yield f"with {EXPERTS}, which is for plans alone, a step would take {told} (plan it with --include {EXPERTS})"
+    else:
+        yield f"{EXPERTS}, which is for plans alone, would not make it faster"
 
 
 @dataclass(frozen=True)

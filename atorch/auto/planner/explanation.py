@@ -17,7 +17,7 @@ from typing import TypeVar
 from atorch.auto.planner.candidate_table import CandidateTable
 from atorch.auto.planner.estimate import estimate_of, needs
 from atorch.auto.planner.plan import Counterfactual, Estimate
-from atorch.auto.planner.request import PlanJob
+from atorch.auto.planner.request import EXPERTS, PlanJob
 from atorch.auto.planner.space import MESH, Level, SearchNode, Space
 from atorch.auto.strategy import EXACTNESS, Method
 from atorch.cost import Cost, ModelProfile, Segment, StepTimes, peak_memory
@@ -237,7 +237,7 @@ J = TypeVar("J", bound=PlanJob)
 
 def remedies(job: J, fits: Callable[[J], bool]) -> tuple[str, ...]:
     """Changes of which each alone makes the job fit, the cheapest first, at most three."""
-    ways = (_allowed(job), _smaller_batches(job), _shorter_sequences(job), _larger_clusters(job))
+    ways = (_allowed(job), _smaller_batches(job), _shorter_sequences(job), _larger_clusters(job), _experts(job))
     advice = (next((text for text, changed in way if fits(changed)), None) for way in ways)
     return tuple(itertools.islice((text for text in advice if text is not None), MOST))
 
@@ -276,6 +276,13 @@ def _larger_clusters(job: J) -> Iterator[tuple[str, J]]:
         nodes = job.cluster.num_nodes * factor
         text = f"use {nodes * job.cluster.devices_per_node} of these devices instead of {job.cluster.world_size}"
         yield text, replace(job, cluster=replace(job.cluster, num_nodes=nodes))
+
+
+def _experts(job: J) -> Iterator[tuple[str, J]]:
+    request = job.request
+    if job.has_experts and EXPERTS not in (*request.included, *request.excluded):
+        text = f"train with a program that has {EXPERTS}, which is for plans alone here (--include {EXPERTS})"
+        yield text, job.but(included=(*request.included, EXPERTS))
 
 
 def _shortened(profile: ModelProfile, share: int) -> ModelProfile:

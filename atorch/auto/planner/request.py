@@ -31,6 +31,8 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
 RECIPE = ("lora", "qlora", "optimizer", "dtype", "attention")
 """Knobs that say how a model known by its shape is trained."""
 RANK = 16
+EXPERTS = "expert_parallel"
+"""The method that is for plans alone."""
 REFUSE: Mapping[str | None, tuple[str, ...]] = {
     "adafactor": ("chunk", "fsdp", "tensor_parallel", "zero2"),
     "muon": ("chunk", "tensor_parallel"),
@@ -145,6 +147,10 @@ class PlanJob:
     def but(self, **knobs: Any) -> Self:
         """The same job with other knobs."""
         return replace(self, request=replace(self.request, **knobs))
+
+    @property
+    def has_experts(self) -> bool:
+        return self.cluster.world_size > 1 and any(segment.num_experts for segment in self.profile.segments)
 
     @property
     def global_batch(self) -> int:

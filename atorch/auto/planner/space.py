@@ -220,6 +220,12 @@ def compositions(
         CapabilityError: an included method cannot be applied yet.
         StrategyError: an unknown or contradictory name, or an included method that this machine cannot run.
     """
+    for name in (*names_in(included, "included"), *(() if fixed is None else fixed.names())):
+        if METHODS[name].planned_only:
+            raise CapabilityError(
+                f"{name} is for plans alone: no program applies it yet; leave it out, or plan with it for a cluster "
+                f"(atorch plan --include {name})"
+            )
     if fixed is not None:
         check_fixed(fixed, names_in(excluded, "excluded"), names_in(included, "included"))
         levels = tuple(_fixed_level(method, profile, cluster) for method in fixed)
@@ -324,6 +330,8 @@ def _space(
     for name in METHODS:
         kind = METHODS[name]
         if name in barred or kind in map(type, fixed_methods) or held.get(kind.slot, name) != name:
+            continue
+        if kind.planned_only and name not in needed:
             continue
         level = _level(kind, profile, cluster, unmet, is_needed=name in needed)
         if level is not None:

@@ -1,9 +1,9 @@
 """Decoders in closed form: shapes of public models and of configs, and the profile of how one of them is trained.
 
 `shapes.json` has facts of repositories' `config.json` on the Hub: of those that litgpt lists (Lightning-AI/litgpt,
-litgpt/config.py) and of well-known others. Numbers of parameters that follow from them are tested against published
-ones. Tensors that a shape does not express (norms of queries, biases of queries alone, towers of images) are less than
-1 % of its parameters; attention over a window counts as over all tokens.
+litgpt/config.py) and of well-known others; a row may name its `source`. Numbers of parameters that follow from them are
+tested against published ones. Tensors that a shape does not express (norms of queries, biases of queries alone, towers
+of images) are less than 1 % of its parameters; attention over a window counts as over all tokens.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _DENSE = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text"
 def catalogue() -> Mapping[str, ShapeFacts]:
     """The facts of each public model by its id on the Hub."""
     rows: Any = read_json(Path(__file__).with_name("shapes.json"), Format("catalogue of shapes", ArgumentError))
-    return {name: {key: row[key] for key in row if key != "ids"} for row in rows for name in row["ids"]}
+    return {name: {key: row[key] for key in row if key not in ("ids", "source")} for row in rows for name in row["ids"]}
 
 
 def known(named: str) -> ShapeFacts | None:

@@ -91,6 +91,8 @@ class Method(BaseModel):
     """True if it decides itself which states and activations wait in host memory."""
     defers_backward: ClassVar[bool] = False
     """True if the loss function runs forward and backward in parts, so that no forward shows what a step uses."""
+    planned_only: ClassVar[bool] = False
+    """True if no program applies it yet: only plans for a cluster have it, where it is included."""
     recomputes: ClassVar[bool] = False
     """True if backward runs forward again."""
     exclusions: ClassVar[Mapping[str, str]] = {}

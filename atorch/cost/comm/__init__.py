@@ -29,6 +29,7 @@ from typing import NamedTuple
 
 from atorch.cluster.spec import ClusterSpec
 from atorch.cost.memory_timeline import has_all_tokens, is_gathered, micro_batch_share
+from atorch.cost.parallelism import EXPERT_AXIS
 from atorch.cost.profile import Segment, busiest_load
 from atorch.cost.state import Collective, Comm, Cost
 from atorch.units import MiB
@@ -42,7 +43,6 @@ IN_CHUNKS = 0.5
 """The share of a collective that its dependent product hides chunk by chunk. On 8 H100s, 4096 × 6656 × 16384 with its
 operand gathered takes 1.63 ms instead of 1.81, and × 8192 0.84 instead of 0.91; a ring takes 0.32 and 0.16 of these
 (meta-pytorch/kraken #2)."""
-EXPERT_AXIS = "expert"  # not a mesh axis: neighbouring ranks among those with different samples
 
 
 def of_copy(cost: Cost, segment: Segment) -> list[Comm]:
@@ -58,7 +58,7 @@ def of_copy(cost: Cost, segment: Segment) -> list[Comm]:
     if segment.attention_flops and cost.context > 1:
         sent.append(_of_context(cost, segment, again))
     if segment.dispatched_bytes and cost.expert > 1:
-        moved = expert_load(cost, segment) * _scaled(cost, segment, segment.dispatched_bytes)
+        moved = expert_load(cost, segment) * _scaled(cost, segment, segment.dispatched_bytes) / cost.tensor
         passes = 4.0 + 2.0 * again  # to the experts and back
         sent.append(Comm("all_to_all", (EXPERT_AXIS,), passes * moved, count=passes))
     return sent
@@ -87,7 +87,7 @@ def tokens_share(cost: Cost, segment: Segment) -> float:
 
 def expert_load(cost: Cost, segment: Segment) -> float:
     """Tokens sent to the busiest rank's experts, over the mean."""
-    share, capacity, skew = tokens_share(cost, segment), cost.expert_capacity, cost.expert_skew
+    share, capacity, skew = tokens_share(cost, segment) / cost.tensor, cost.expert_capacity, cost.expert_skew
     return busiest_load(segment, share, ranks=cost.expert, capacity=capacity, skew=skew)
 
 
@@ -345,6 +345,15 @@ def group_of_neighbours(size: int, cluster: ClusterSpec, stride: int = 1) -> Lin
         min(size, max(1, devices // stride)) for devices in (cluster.devices_per_node, cluster.devices_per_leaf)
     )
     return _group(size, in_node, in_leaf, cluster)
+
+
+def group_for(axis: tuple[str, ...], cost: Cost, cluster: ClusterSpec) -> LinkGroup:
+    """The groups of a message: over axes of the mesh, or of ranks that share experts, or that hold the same experts."""
+    *names, last = axis
+    if last != EXPERT_AXIS:
+        return group_of(axis, cost.axes, cluster)
+    size, apart = cost.expert_replicas(*names) if names else (cost.expert, 1)
+    return group_of_neighbours(size, cluster, apart)
 
 
 def _group(size: int, in_node: int, in_leaf: int, cluster: ClusterSpec) -> LinkGroup:

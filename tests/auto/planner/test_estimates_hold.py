@@ -20,7 +20,7 @@ from atorch.auto.planner.space import SearchNode, compositions
 from atorch.auto.strategy import Strategy
 from atorch.cluster.spec import ClusterSpec, LinkSpec
 from atorch.cost import Cost, StepTimes, peak_memory, plain_cost
-from atorch.cost.comm import EXPERT_AXIS, boundary_bytes, group_of, group_of_neighbours, of_copy, rounds_of
+from atorch.cost.comm import boundary_bytes, group_for, group_of, of_copy, rounds_of
 from atorch.cost.comm.offload import BYTES_A_CORE
 from atorch.cost.gemm import peak_flops
 from atorch.cost.memory import stage_memory, with_offload
@@ -137,10 +137,7 @@ def carried_seconds(cost: Cost, cluster: ClusterSpec, stage: StageCost) -> dict[
     spent = {False: 0.0, True: 0.0}
 
     def add(comm, times: float) -> None:
-        if comm.axis == (EXPERT_AXIS,):
-            group = group_of_neighbours(cost.expert, cluster, cost.tensor)
-        else:
-            group = group_of(comm.axis, cost.axes, cluster)
+        group = group_for(comm.axis, cost, cluster)
         if comm.kind == "send":  # through a rank's own links, as in an all-to-all
             seconds = comm.num_bytes / min((link.bandwidth for link in group.links), default=math.inf)
         elif comm.kind == "all_to_all":
