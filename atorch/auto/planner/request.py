@@ -13,6 +13,7 @@ from atorch.cost import ModelProfile
 from atorch.cost.adapted_profile import ALL_LINEAR, Target, targets_of
 from atorch.cost.memory import RESERVE
 from atorch.errors import ArgumentError, StrategyError, near_miss, shown
+from atorch.units import seconds_in
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -49,6 +50,7 @@ class PlanRequest:
             linear layer of blocks. `qlora` freezes them in 4 bits.
         optimizer, dtype, attention: as `CHOICES` has them; of models that are known by their shape, like `lora`.
         cross_entropy: "chunked" includes the method cross_entropy.
+        max_step: the longest step that counts as a plan, as "2s" or "500ms", or in seconds.
 
     Raises:
         ArgumentError: an invalid value.
@@ -71,6 +73,7 @@ class PlanRequest:
     dtype: str | None = None
     attention: str | None = None
     cross_entropy: str | None = None
+    max_step: Any = None  # seconds or None once it is made
 
     def __post_init__(self) -> None:
         for name in ("excluded", "included"):
@@ -91,6 +94,7 @@ class PlanRequest:
             value = getattr(self, name)
             if value not in allowed and (value is not None or name not in CHOICES):
                 raise ArgumentError(f"{name} is {value!r}; {near_miss(str(value), allowed)}")
+        object.__setattr__(self, "max_step", duration(self.max_step, "max_step", "2s"))
         if self.host_memory not in (None, True, False):
             raise ArgumentError(
                 f"host_memory is {self.host_memory!r}; it is True, False, or None for where nothing fits without"
@@ -145,6 +149,23 @@ class PlanJob:
     def global_batch(self) -> int:
         batch = self.request.global_batch
         return self.profile.batch_size * self.cluster.world_size if batch is None else batch
+
+
+def duration(given: Any, name: str, example: str) -> float | None:
+    """The seconds of a text with a unit, or of a number.
+
+    Raises:
+        ArgumentError: it is neither, or not above 0.
+    """
+    if given is None:
+        return None
+    is_number = isinstance(given, (int, float)) and not isinstance(given, bool)
+    seconds = float(given) if is_number else seconds_in(given) if isinstance(given, str) else None
+    if seconds is None or not 0 < seconds < 1e15:
+        raise ArgumentError(
+            f"{name} is {shown(given)}; give a time above 0 with its unit (ms, s, min, h, d): '{example}'"
+        )
+    return seconds
 
 
 def others(fixed: Strategy) -> Iterable[str]:
