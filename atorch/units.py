@@ -1,8 +1,12 @@
-"""Human-readable bytes, seconds and counts: three digits in the largest unit with a number of at least 1."""
+"""Human-readable bytes, seconds and counts: three digits in the largest unit with a number of at least 1.
+
+Durations and amounts are also read from text.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 
 KiB = 1024
 MiB = 1024**2
@@ -37,3 +41,26 @@ def _scaled(number: float, units: Units) -> str:
     suffix, size = next((unit for unit in units if abs(number) >= 0.9995 * unit[1]), units[-1])
     value = number / size
     return (f"{value:,.0f}" if abs(value) >= 999.5 else f"{value:.3g}") + suffix
+
+
+_SECONDS: Mapping[str, float] = {"ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+_SCALES: Mapping[str, float] = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
+_AMOUNT = re.compile(r"(\d+(?:\.\d*)?(?:e\d{1,3})?)\s*([a-z]*)\s*([a-z]*)", re.IGNORECASE)
+
+
+def seconds_in(text: str) -> float | None:
+    """The seconds of `500ms`, `2s`, `10 min`, `3h` or `1.5d`; None for other text."""
+    found = _AMOUNT.fullmatch(text.strip())
+    unit = _SECONDS.get(found[2].lower()) if found and not found[3] else None
+    return None if found is None or unit is None else float(found[1]) * unit
+
+
+def amount_in(text: str) -> tuple[float, str] | None:
+    """The number and the unit of `15T`, `300B tokens`, `1e12` or `2000 steps`; None for other text."""
+    found = _AMOUNT.fullmatch(text.strip())
+    if found is None:
+        return None
+    scale, unit = found[2].lower(), found[3].lower()
+    if scale not in _SCALES:
+        scale, unit = "", f"{scale} {unit}".strip()
+    return float(found[1]) * _SCALES[scale], unit

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atorch.units import GiB, KiB, MiB, format_bytes, format_count, format_seconds
+from atorch.units import GiB, KiB, MiB, amount_in, format_bytes, format_count, format_seconds, seconds_in
 
 
 @pytest.mark.parametrize(
@@ -57,3 +57,31 @@ def test_counts(number: float, text: str) -> None:
 def test_nothing_is_shown_in_scientific_notation(number: float) -> None:
     for text in (format_bytes(number), format_seconds(number), format_seconds(number * 1e-9), format_count(number)):
         assert "e" not in text
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("2s", 2.0), ("500 ms", 0.5), ("1.5h", 5400.0), ("1e3min", 60000.0), ("3d", 259200.0)]
+    + [(text, None) for text in ("2", "s", "-2s", "2 weeks", "2s 3s", "", "nan s", "inf")],
+)
+def test_seconds_are_read(text: str, seconds: float | None) -> None:
+    assert seconds_in(text) == seconds
+
+
+@pytest.mark.parametrize(
+    ("text", "amount"),
+    [
+        ("15T", (15e12, "")),
+        ("1.5e12", (1.5e12, "")),
+        ("300b tokens", (3e11, "tokens")),
+        ("2000steps", (2000.0, "steps")),
+        ("2 k steps", (2000.0, "steps")),
+        ("3 epochs", (3.0, "epochs")),
+        ("1 step more", (1.0, "step more")),
+        ("T", None),
+        ("-1T", None),
+        ("", None),
+    ],
+)
+def test_amounts_are_read(text: str, amount: tuple[float, str] | None) -> None:
+    assert amount_in(text) == amount

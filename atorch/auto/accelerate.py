@@ -153,6 +153,8 @@ def plan(
     attention: str | None = None,
     cross_entropy: str | None = None,
     target: str | None = None,
+    max_step: float | str | None = None,
+    solve: str | None = None,
     **kargs: Any,
 ) -> Plan: ...
 def plan(model: Any, *given: Any, cluster: Any = None, **kargs: Any) -> Plan:
@@ -182,6 +184,9 @@ def plan(model: Any, *given: Any, cluster: Any = None, **kargs: Any) -> Plan:
         reserve: share of a device's memory that nothing may use.
         verify: number of the best candidates to simulate on fake tensors, without limits; None: up to 3, within limits
             of memory and time.
+        max_step: for a cluster, the longest step that counts as a plan, in seconds or as "500ms".
+        solve: for a cluster, find the largest "batch", "seq", "rank" of adapters or "model" (then `model` is None) that
+            fits, or the fewest "devices"; the plan's `solved` tells it.
         lora, qlora, optimizer, dtype, attention, cross_entropy: for a path or a model on the Hub, as for `atorch plan`.
         target: for a cluster, a trainer such as "accelerate", whose configuration has to express the strategy.
         **kargs: model_input_format, prepare_input, optim_args, optim_param_func, as for `auto_accelerate`.

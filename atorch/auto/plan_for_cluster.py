@@ -65,16 +65,28 @@ def plan_elsewhere(model: Any, positional: Sequence[Any], cluster: Any, keywords
     Raises:
         ArgumentError: an unknown or invalid argument.
     """
+    from atorch.auto.solve import solved
+    from atorch.auto.sources import JobSource
+
     wanted = {**keywords, **positioned(positional, ("sample_batch",), keywords)}
     sample_batch = wanted.pop("sample_batch", None)
     for name in wanted:
-        if name not in PLAN_OPTIONS and name not in _JOB:
-            remedy = meant(name, (*PLAN_OPTIONS, *_JOB, "sample_batch"))
+        if name not in ("solve", *PLAN_OPTIONS, *_JOB):
+            remedy = meant(name, ("solve", *PLAN_OPTIONS, *_JOB, "sample_batch"))
             raise ArgumentError(f"plan for a cluster has no argument {name!r}; {remedy}")
     spec = cluster_of(cluster)
-    options = {name: wanted.pop(name) for name in PLAN_OPTIONS if name in wanted}
-    PlanRequest(**options).need_no_recipe("a model of your own")  # before the model is read, which may take minutes
-    return plan_for(subject_of(model, sample_batch, spec, **wanted), spec, **options)
+    what = wanted.pop("solve", None)
+    request = PlanRequest(**{name: wanted.pop(name) for name in PLAN_OPTIONS if name in wanted})
+
+    def source(request: PlanRequest) -> JobSource:
+        request.need_no_recipe("a model of your own")  # before the model is read, which may take minutes
+        return JobSource(
+            "a model of your own", False, lambda seq, spec: subject_of(model, sample_batch, spec, **wanted)
+        )
+
+    if what is not None:
+        return solved(what, source, spec, None, request)
+    return plan_for(source(request).subject(None, spec), spec, request=request)
 
 
 def subject_of(
@@ -108,7 +120,13 @@ def subject_of(
 
 
 def plan_for(
-    subject: Subject, cluster: ClusterSpec, *, doing: Doing = nullcontext, advise: bool = True, **knobs: Any
+    subject: Subject,
+    cluster: ClusterSpec,
+    *,
+    doing: Doing = nullcontext,
+    advise: bool = True,
+    request: PlanRequest | None = None,
+    **knobs: Any,
 ) -> ClusterPlan:
     """The composition that is estimated best for the cluster, with the best `verify` of the ranking simulated.
 
@@ -117,8 +135,8 @@ def plan_for(
     Args:
         doing: a context that is entered around slow work, with its description.
         advise: see `answer`.
-        knobs: those of a `PlanRequest`; verify=None: the best 3, within `FEW_BYTES` of memory and `PLANNING_S` seconds
-            including the search.
+        request, knobs: a `PlanRequest`, or the knobs of one; verify=None: the best 3, within `FEW_BYTES` of memory and
+            `PLANNING_S` seconds including the search.
 
     Raises:
         NoFeasiblePlanError: nothing fits; the nearest miss is named, with remedies.
@@ -126,7 +144,7 @@ def plan_for(
     """
     from atorch.auto.planner.cluster_search import answer, beside_experts
 
-    until, request = time.monotonic() + PLANNING_S, PlanRequest(**knobs)
+    until, request = time.monotonic() + PLANNING_S, PlanRequest(**knobs) if request is None else request
     verify = request.verify
 
     def ask(reserve: float) -> ClusterPlan:
@@ -262,110 +280,3 @@ def _module(made: object) -> nn.Module:
     if not isinstance(made, nn.Module):
         raise ArgumentError(f"the model's function returned {shown(made)}; it returns a torch.nn.Module")
     return made
-
-
-HALVINGS = 3
-
-PlanForSize = Callable[[int], "ClusterPlan"]  # raises NoFeasiblePlanError
-Tell = Callable[[int, "ClusterPlan | None"], None]
-
-
-@dataclass(frozen=True)
-class Fit:
-    """The last size that fits, and the plan for it."""
-
-    size: int
-    plan: ClusterPlan
-    tried: tuple[tuple[int, bool], ...]  # (size, whether it fits), in the order of the search
-    is_bounded: bool = True  # False if every size that was tried fits
-
-
-class _Questions:
-    """Asks for plans and records the outcomes."""
-
-    def __init__(self, ask: PlanForSize, tell: Tell) -> None:
-        self.tried: list[tuple[int, bool]] = []
-        self.refusal: NoFeasiblePlanError | None = None  # the last
-        self._ask, self._tell = ask, tell
-
-    def plan(self, size: int) -> ClusterPlan | None:
-        plan: ClusterPlan | None = None
-        try:
-            plan = self._ask(size)
-        except NoFeasiblePlanError as error:
-            self.refusal = error
-        self.tried.append((size, plan is not None))
-        self._tell(size, plan)
-        return plan
-
-
-def largest(ask: PlanForSize, first: int, limit: int, tell: Tell) -> Fit:
-    """The largest size up to `limit` that fits; the search begins at `first`.
-
-    Raises:
-        NoFeasiblePlanError: not even 1 fits.
-    """
-    questions = _Questions(ask, tell)
-    size, plan = first, questions.plan(first)
-    while plan is None:
-        size //= 2
-        if size < 1:
-            assert questions.refusal is not None
-            raise questions.refusal
-        plan = questions.plan(size)
-    if size == first:
-        while 2 * size <= limit and (larger := questions.plan(2 * size)) is not None:
-            size, plan = 2 * size, larger
-        if 2 * size > limit:
-            return Fit(size, plan, tuple(questions.tried), is_bounded=False)
-    step = size // 2
-    for _ in range(HALVINGS):
-        if step >= 1 and (larger := questions.plan(size + step)) is not None:
-            size, plan = size + step, larger
-        step //= 2
-    return Fit(size, plan, tuple(questions.tried))
-
-
-def smallest_cluster(ask: Callable[[ClusterSpec], ClusterPlan], kind: ClusterSpec, limit: int, tell: Tell) -> Fit:
-    """The fewest devices of this kind that fit, up to `limit`: part of one node, then whole nodes.
-
-    Raises:
-        NoFeasiblePlanError: not even `limit` devices fit.
-    """
-    questions = _Questions(lambda size: ask(sized(kind, size)), tell)
-    below = 0
-    for size in _ladder(kind.devices_per_node, limit):
-        plan = questions.plan(size)
-        if plan is not None:
-            return _fewer(questions, kind.devices_per_node, below, size, plan)
-        below = size
-    assert questions.refusal is not None
-    raise questions.refusal
-
-
-def sized(kind: ClusterSpec, devices: int) -> ClusterSpec:
-    per_node = kind.devices_per_node
-    if devices <= per_node:
-        return replace(kind, num_nodes=1, devices_per_node=devices)
-    return replace(kind, num_nodes=devices // per_node)
-
-
-def _ladder(per_node: int, limit: int) -> Iterator[int]:
-    powers = [2**power for power in range(limit.bit_length())]
-    yield from (size for size in powers if size < per_node)
-    yield from (per_node * number for number in powers if per_node * number <= limit)
-
-
-def _fewer(questions: _Questions, per_node: int, below: int, size: int, plan: ClusterPlan) -> Fit:
-    """Bisect the number of whole nodes between the last that did not fit and the first that did."""
-    best, low, high = plan, below // per_node, size // per_node
-    for _ in range(HALVINGS):
-        middle = (low + high) // 2
-        if below < per_node or middle in (low, high):
-            break
-        candidate = questions.plan(middle * per_node)
-        if candidate is None:
-            low = middle
-        else:
-            best, high, size = candidate, middle, middle * per_node
-    return Fit(size, best, tuple(questions.tried))

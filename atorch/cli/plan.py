@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from atorch.auto.sources import JobSource, source_of
+from atorch.auto.sources import CATALOGUE, JobSource, source_of
 from atorch.cli.clusters import CLUSTER_HELP, GPU_HELP, clusters_of, one_gpu
 from atorch.cli.trainers import Export, Given, explained
 from atorch.cost.memory import RESERVE
@@ -29,17 +29,16 @@ from atorch.units import format_bytes, format_count, format_seconds
 if TYPE_CHECKING:
     from typing import TypeAlias
 
-    from atorch.auto.plan_for_cluster import Fit, Subject
+    from atorch.auto.plan_for_cluster import Subject
     from atorch.auto.planner.plan import ClusterPlan
     from atorch.cluster.spec import ClusterSpec
 
-    Read: TypeAlias = Callable[[ClusterSpec], Subject]
+    Read: TypeAlias = Callable[[int | None, ClusterSpec], Subject]
 
 
-MAX_DEVICES, MAX_BATCH, MAX_SEQ, FIRST_SEQ = 2**17, 2**24, 2**24, 4096  # limits of --fit, and where seq begins
 NARROW = 3  # exit status: the plan of each cluster on which something fits does so by less than the estimate's error
 
-What = Literal["devices", "batch", "seq"]
+What = Literal["batch", "seq", "devices", "rank", "model"]
 ObjectiveName = Literal["step_time", "throughput", "cost", "fewest_devices"]
 Launcher = Literal["sh", "slurm", "kubernetes", "skypilot"]
 PrecisionName = Literal["fp32", "autocast", "half", "fp8"]
@@ -98,7 +97,12 @@ def plan(
         tuple[str, Path] | None, typer.Option(metavar="TRAINER FOLDER", help="Write the trainer's own files.")
     ] = None,
     launch: Annotated[Launcher | None, typer.Option(help="What starts the files of --export, sh by default.")] = None,
-    fit: Annotated[What | None, typer.Option(help="Find the fewest devices, largest batch, longest sample.")] = None,
+    solve: Annotated[What | None, typer.Option(help="Find the largest that fits, or the fewest devices.")] = None,
+    max_step: Annotated[Word, _word("TIME", "The longest step that counts as a plan, such as 2s or 500ms.")] = None,
+    until: Annotated[Word, _word("AMOUNT", "Tokens of a whole run, as 15T; or '100000 steps'.")] = None,
+    prices: Annotated[File, _file("--prices", "Prices of devices; else those of public offers.", exists=True)] = None,
+    mtbf: Annotated[Word, _word("TIME", "Mean time between failures of a device, such as 50000h.")] = None,
+    restart: Annotated[Word, _word("TIME", "Time from a failure until training goes on, such as 10min.")] = None,
     objective: Annotated[ObjectiveName, typer.Option(help="The figure to optimize.")] = "step_time",
     exclude: Names = None,
     include: Names = None,
@@ -123,6 +127,9 @@ def plan(
     gc.disable()  # imports leave little garbage, and looking for it takes a fifth of a short plan's time
     from atorch.auto.plan_for_cluster import plan_for
     from atorch.auto.planner.request import PlanRequest
+    from atorch.auto.planner.training import RunRequest
+    from atorch.auto.solve import solved
+    from atorch.cluster.prices import load_prices
     from atorch.report.text import telling
 
     gc.freeze()
@@ -136,13 +143,13 @@ def plan(
         **{"global_batch": batch, "excluded": _names(exclude), "included": _names(include), "fixed": fixed},
         **{"extend": extend, "precision": precision, "objective": objective, "reserve": reserve},
         **{"lora": lora, "qlora": qlora, "optimizer": optimizer, "dtype": dtype, "attention": attention},
-        **{"cross_entropy": cross_entropy, "host_memory": bool(host_memory) if fit else host_memory},
+        **{"cross_entropy": cross_entropy, "host_memory": host_memory, "max_step": max_step},
         "target": export[0] if export and not within else within,
     }
     if explain is not None:
-        if fit or save or html or export or fixed or extend:
+        if solve or until or save or html or export or fixed or extend:
             raise ArgumentError(
-                "--explain goes with --json, and not with --fit, --save, --html, --export or a strategy"
+                "--explain goes with --json, and not with --solve, --until, --save, --html, --export or a strategy"
             )
         asked = Given(explain, named, model, shape, cluster, gpu, micro_batch, seq, wanted)
         return _explained(asked, outputs, top)
@@ -150,29 +157,42 @@ def plan(
         raise ArgumentError("--micro-batch goes with --explain, and --launch with --export")
     exporting = Export(*export, launch or "sh") if export else None
     request = PlanRequest(**wanted)  # before the model is read, which may take minutes
-    source, clusters = (
-        source_of(named, model, shape, request),
-        clusters_of([*(cluster or ()), *map(one_gpu, gpu or ())]),
-    )
+    run = RunRequest(until, mtbf, restart) if until is not None else None
+    if run is None and (mtbf is not None or restart is not None):
+        raise ArgumentError("--mtbf and --restart are of a whole run; give its length, as --until 15T")
+    is_priced = prices is not None or run is not None or objective == "cost"
+    offers = load_prices(prices) if is_priced else ()
+    if solve == "model" and (named or model or any(shape.values())):
+        raise ArgumentError("--solve model looks for the model itself; leave MODEL and its shape out")
+    source = CATALOGUE if solve == "model" else source_of(named, model, shape, request)
+    clusters = clusters_of([*(cluster or ()), *map(one_gpu, gpu or ())])
     outputs.check(len(clusters))
     if exporting is not None:
         exporting.check(len(clusters))
     several = len(clusters) > 1
-    read = _reader(source, seq, once=several)
+    read = _reader(source, once=several)
     verify = 0 if several else verify  # side by side, results of simulations are not shown
 
-    def ask(spec: ClusterSpec) -> NamedAnswer:
-        if fit:
-            return _fit_answer(fit, source, read, spec, seq, wanted)
-        return NamedAnswer(plan_for(read(spec), spec, verify=verify, doing=telling, **wanted))
+    def trained(changed: PlanRequest) -> JobSource:
+        if changed.recipe != request.recipe:
+            return source_of(named, model, shape, changed)
+        return source if solve == "seq" else replace(source, subject=read)
+
+    def ask(spec: ClusterSpec) -> ClusterPlan:
+        if solve:
+            plan = solved(solve, trained, spec, seq, request, _report_size)
+        else:
+            plan = plan_for(read(seq, spec), spec, doing=telling, request=replace(request, verify=verify))
+        plan = plan.priced(offers) if is_priced else plan
+        return plan.until(run) if run else plan
 
     answers = _answers(clusters, ask)
     give(answers, source.title, outputs, top, verbose)
-    plans = [answer.plan for _, answer in answers if isinstance(answer, NamedAnswer)]
+    plans = [answer for _, answer in answers if not isinstance(answer, AtorchError)]
     if exporting is not None:
         is_on_hub = named is not None and ":" not in named and not Path(named).exists()
         exporting.write(plans[0], model=named if is_on_hub else None, seq=seq, knobs=request.recipe)
-    return NARROW if not fit and all(plan.fits_narrowly for plan in plans) else 0
+    return NARROW if not solve and all(plan.fits_narrowly for plan in plans) else 0
 
 
 def _explained(asked: Given, outputs: Outputs, top: int) -> int:
@@ -190,10 +210,10 @@ def _explained(asked: Given, outputs: Outputs, top: int) -> int:
 
 
 def _answers(
-    clusters: Sequence[tuple[str, ClusterSpec]], ask: Callable[[ClusterSpec], NamedAnswer]
-) -> list[tuple[str, NamedAnswer | AtorchError]]:
+    clusters: Sequence[tuple[str, ClusterSpec]], ask: Callable[[ClusterSpec], ClusterPlan]
+) -> list[tuple[str, ClusterPlan | AtorchError]]:
     """The answer for each cluster; of several, the error for one on which nothing fits."""
-    answers: list[tuple[str, NamedAnswer | AtorchError]] = []
+    answers: list[tuple[str, ClusterPlan | AtorchError]] = []
     for name, spec in clusters:
         try:
             answers.append((name, ask(spec)))
@@ -204,48 +224,11 @@ def _answers(
     return answers
 
 
-def _fit_answer(
-    what: What, source: JobSource, read: Read, spec: ClusterSpec, seq: int | None, wanted: Mapping[str, Any]
-) -> NamedAnswer:
-    """The answer at the largest or smallest size that fits. Sizes are estimated, and not simulated."""
-    from atorch.auto.plan_for_cluster import largest, plan_for, smallest_cluster
-    from atorch.auto.strategy import METHODS, Method
-
-    _check_fit(what, source, wanted)
-    if what == "seq":
-
-        def of_length(size: int) -> ClusterPlan:
-            return plan_for(source.subject(size, spec), spec, verify=0, advise=False, **wanted)
-
-        return _limit_answer(what, largest(of_length, seq or FIRST_SEQ, MAX_SEQ, _size_reporter("tokens a sample")))
-    subject = read(spec)
-    if what == "devices":
-        of_cluster = partial(plan_for, subject, verify=0, advise=False, **wanted)
-        return _limit_answer(what, smallest_cluster(of_cluster, spec, MAX_DEVICES, _size_reporter("devices")))
-    in_parts = {name for name in METHODS if METHODS[name].in_parts is not Method.in_parts}
-    whole = {**wanted, "excluded": sorted(in_parts.union(wanted["excluded"] or ()))}
-
-    def of_batch(size: int) -> ClusterPlan:
-        return plan_for(subject, spec, verify=0, advise=False, **{**whole, "global_batch": size})
-
-    return _limit_answer(what, largest(of_batch, spec.world_size, MAX_BATCH, _size_reporter("samples a step")))
-
-
-def _check_fit(what: What, source: JobSource, wanted: Mapping[str, Any]) -> None:
-    """Raise ArgumentError if the number to find is given or cannot vary, or if one that it depends on is missing."""
-    if what == "batch" and wanted["global_batch"] is not None:
-        raise ArgumentError("--fit batch looks for the batch; leave --batch out")
-    if what == "devices" and wanted["global_batch"] is None:
-        raise ArgumentError("--fit devices needs the batch that all devices share; give --batch")
-    if what == "seq" and not source.takes_seq:
-        raise ArgumentError(f"--fit seq varies the length of a sample; let {source.title} have a parameter seq")
-
-
-def _reader(source: JobSource, seq: int | None, *, once: bool) -> Read:
+def _reader(source: JobSource, *, once: bool) -> Read:
     """A function that reads the model for a cluster; `once`: only once a device type, as nothing is simulated."""
     subjects: dict[str, Subject] = {}
 
-    def read(spec: ClusterSpec) -> Subject:
+    def read(seq: int | None, spec: ClusterSpec) -> Subject:
         kind = spec.device.type
         if kind not in subjects or not once:
             subjects[kind] = _read(source, seq, spec)
@@ -267,44 +250,19 @@ def _read(source: JobSource, seq: int | None, cluster: ClusterSpec) -> Subject:
     return subject
 
 
-def _size_reporter(unit: str) -> Callable[[int, ClusterPlan | None], None]:
-    def tell(size: int, plan: ClusterPlan | None) -> None:
-        verdict = "nothing fits"
-        if plan is not None:
-            step, peak = format_seconds(plan.estimate.step_s), format_bytes(plan.estimate.peak_bytes)
-            verdict = f"fits, {step} a step, {peak} a device"
-        typer.echo(f"{size:,} {unit}: {verdict}", err=True)
-
-    return tell
-
-
-def _limit_answer(what: What, fit: Fit) -> NamedAnswer:
-    words = {
-        "devices": "The fewest devices that fit: {}",
-        "batch": "The largest batch that fits in one pass: {} samples a step",
-        "seq": "The longest sequence that fits: {} tokens",
-    }
-    headline = words[what].format(f"{fit.size:,}") + ("" if fit.is_bounded else ", where the search ends")
-    data = {"what": what, "size": fit.size, "is_bounded": fit.is_bounded, "tried": fit.tried, "words": headline}
-    return NamedAnswer(fit.plan, data)
+def _report_size(size: str, plan: ClusterPlan | None) -> None:
+    """Write a size that was tried, and whether it fits, to standard error."""
+    verdict = "nothing fits"
+    if plan is not None:
+        step, peak = format_seconds(plan.estimate.step_s), format_bytes(plan.estimate.peak_bytes)
+        verdict = f"fits, {step} a step, {peak} a device"
+    typer.echo(f"{size}: {verdict}", err=True)
 
 
 def _names(options: list[str] | None) -> list[str] | None:
     """The names in options such as `--exclude fp8,compile --exclude zero2`."""
     names = [name.strip() for option in options or () for name in option.split(",")]
     return [name for name in names if name] or None
-
-
-@dataclass(frozen=True)
-class NamedAnswer:
-    """A plan, and for `--fit` the limit that was found, as data and in `words`."""
-
-    plan: ClusterPlan
-    fit: Mapping[str, Any] | None = None
-
-    @property
-    def data(self) -> dict[str, Any]:
-        return self.plan.to_json_data() | ({"fit": self.fit} if self.fit else {})
 
 
 @dataclass(frozen=True)
@@ -328,7 +286,7 @@ class Outputs:
 
 
 def give(
-    answers: Sequence[tuple[str, NamedAnswer | AtorchError]], title: str, outputs: Outputs, top: int, verbose: bool
+    answers: Sequence[tuple[str, ClusterPlan | AtorchError]], title: str, outputs: Outputs, top: int, verbose: bool
 ) -> None:
     """Show the answer for each cluster, and write the requested files.
 
@@ -337,24 +295,28 @@ def give(
     """
     from rich.console import Console
 
+    from atorch.auto.planner.plan import SCHEMA
     from atorch.report.answer import answer_report, clusters_report
     from atorch.report.html import plan_page, plans_page
 
     console, result = Console(highlight=False), answers[0][1]
     data: Mapping[str, Any]
-    if len(answers) == 1 and isinstance(result, NamedAnswer):
-        data = result.data
-        if result.fit:
-            console.print(result.fit["words"], style="bold", markup=False)
+    if len(answers) == 1 and not isinstance(result, AtorchError):
+        data = result.to_json_data()
+        title = (result.solved or {}).get("model", title)
         console.print(answer_report(data, title, max_rows=top, verbose=verbose))
         page = partial(plan_page, data, title, outputs.command)
     else:
-        if not any(isinstance(result, NamedAnswer) for _, result in answers):
+        if all(isinstance(result, AtorchError) for _, result in answers):
             reasons = "; ".join(f"{name}: {result}" for name, result in answers)
             raise NoFeasiblePlanError(f"nothing fits on any of {len(answers)} clusters. {reasons}")
-        columns = [(name, given.data if isinstance(given, NamedAnswer) else _reason(given)) for name, given in answers]
+        columns = [
+            (name, _reason(found) if isinstance(found, AtorchError) else found.to_json_data())
+            for name, found in answers
+        ]
         console.print(clusters_report(columns, title))
-        data = {"clusters": {name: {"error": of} if isinstance(of, str) else of for name, of in columns}}
+        found_on = {name: {"error": of} if isinstance(of, str) else of for name, of in columns}
+        data = {"schema": SCHEMA, "clusters": found_on}
         page = partial(plans_page, columns, title, outputs.command)
     if outputs.json is not None:
         write(outputs.json, json.dumps(data, allow_nan=False) + "\n")
@@ -362,8 +324,8 @@ def give(
     if outputs.html is not None:
         write(outputs.html, page())
         _note(outputs.html, "the answer as a page")
-    if outputs.save is not None and isinstance(result, NamedAnswer):  # of one cluster: see `Outputs.check`
-        _save(result.plan, data, outputs.save)
+    if outputs.save is not None and not isinstance(result, AtorchError):  # of one cluster: see `Outputs.check`
+        _save(result, data, outputs.save)
 
 
 def _reason(error: AtorchError) -> str:

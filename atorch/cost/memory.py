@@ -275,6 +275,12 @@ def memory_shares(memory: Mapping[str, float]) -> tuple[float, ...]:
     return tuple(size / whole if whole else 0.0 for size in held.values())
 
 
+def high_needed(memory: Memory) -> float:
+    """Bytes that nine of ten runs with this estimate need at most."""
+    held = dict(zip(CATEGORIES, memory, strict=False))
+    return memory_band({**held, "slack": memory.needed - memory.total})[1]
+
+
 def memory_band(memory: Mapping[str, float]) -> tuple[float, float]:
     """The interval of bytes that contains four of five peaks with this estimate by category."""
     shares = zip(memory_shares(memory), SIGMA.values(), strict=True)

@@ -40,6 +40,7 @@ from atorch.report.figures import (
     varied,
 )
 from atorch.report.text import Sized, table
+from atorch.report.training import compared, of_search
 from atorch.units import format_bytes, format_seconds
 
 Answers = Sequence[tuple[str, PlanData | str]]
@@ -60,7 +61,7 @@ def answer_report(plan: PlanData, title: str = "", max_rows: int = MAX_ROWS, ver
     verbose: also all counterfactuals, and the number of compositions by axis.
     """
     shown = shown_estimates(plan, max_rows)
-    parts: list[RenderableType] = [answer_summary(plan, title), "", _spent(plan), _legend(plan)]
+    parts: list[RenderableType] = [*_solved(plan), answer_summary(plan, title), "", _spent(plan), _legend(plan)]
     parts += ["", *_runners_up(plan, shown)]
     changes = list(plan.get("counterfactuals") or ())
     if changes:
@@ -84,6 +85,14 @@ def _picked(changes: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     kept = [change for change in listed if change["ratio"] is None][:SHORT]
     fitting = [change for change in listed if change["ratio"] is not None]
     return [*fitting[: CHANGES - len(kept)], *kept]
+
+
+def _solved(plan: PlanData) -> Iterator[RenderableType]:
+    """The size that was looked for, and the models that were tried."""
+    if plan.get("solved"):
+        yield Text(plan["solved"]["words"], style="bold")
+    if tried := list(of_search(plan)):
+        yield table("Models that were tried", ("model", ">parameters", "", ">step"), tried)
 
 
 def answer_summary(plan: PlanData, title: str = "") -> RenderableType:
@@ -271,6 +280,7 @@ def _compared_figures(answer: PlanData | str, fastest: float) -> Iterator[tuple[
     if memory_band(estimate):
         yield "… between", f"{memory_band(estimate)}{', narrow' if answer.get('fits_narrowly') else ''}"
     yield "host memory", format_bytes(estimate["on_host_bytes"]) if estimate.get("on_host_bytes") else "none"
-    if answer.get("fit"):
-        yield "fits", f"{answer['fit']['what']} {answer['fit']['size']:,}"
+    if solved := answer.get("solved"):
+        yield "fits", solved.get("model") or f"{solved['what']} {solved['size']:,}"
+    yield from compared(answer)
     yield "chosen", composition(answer["strategy"])

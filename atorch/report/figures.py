@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from atorch.report.training import of_run, saved
 from atorch.units import format_bytes, format_count, format_seconds
 
 CATEGORIES: Mapping[str, str] = {
@@ -43,9 +44,6 @@ _WHY: Mapping[str, str] = {
     "refused": "cannot be applied",
     "time": "out of time",
 }
-
-
-_BACKGROUND_S = 50 / 2**30  # a byte saved in the background; on two cores 41 to 56 seconds a GiB, idle and busy ones
 
 
 def shown_name(category: str) -> str:
@@ -139,14 +137,14 @@ def summary(plan: PlanData) -> Iterator[tuple[str, str]]:
     yield "memory", f"{format_bytes(estimate['peak_bytes'])} a device{stage}{between}, {usable} usable"
     yield "host", _on_host(plan)
     if written := estimate.get("checkpoint_bytes"):
-        seconds = format_seconds(written * _BACKGROUND_S)
-        yield "save", f"{format_bytes(written)} a process; in the background, this host memory for about {seconds}"
+        yield "save", saved(written)
     yield "chosen", composition(plan["strategy"])
     yield from remarks(plan)
 
 
 def remarks(plan: PlanData) -> Iterator[tuple[str, str]]:
-    """(name, words) of the certainty of the choice, and of the search."""
+    """(name, words) of a whole run, of the certainty of the choice, and of the search."""
+    yield from of_run(plan)
     if plan.get("fits_narrowly"):
         yield "room", "it fits, but by less than the error of the memory estimate; raise --reserve to leave more"
     if plan.get("near_ties"):

@@ -47,6 +47,7 @@ from atorch.report.figures import (
     why_not,
 )
 from atorch.report.text import steps
+from atorch.report.training import of_search
 from atorch.units import format_bytes, format_seconds
 
 MAX_BARS = 12
@@ -110,8 +111,10 @@ def _choice(plan: PlanData, title: str = "") -> Iterator[Element]:
     if title or not plan.get("cluster"):
         yield element("h1", title or "Plan")
     yield element("p", headline(plan), class_="soft")
-    if plan.get("fit"):
-        yield element("p", plan["fit"]["words"])
+    if plan.get("solved"):
+        yield element("p", plan["solved"]["words"])
+        if tried := list(of_search(plan)):
+            yield table(("model", "parameters", "", "step"), tried)
     yield element("p", *(element("span", name, class_="method") for name in plan["strategy"] or ("plain training",)))
     if plan.get("load_strategy") is not None:
         copied = element("pre", as_list(plan["load_strategy"]))

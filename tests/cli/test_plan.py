@@ -19,6 +19,14 @@ SMALL = [*SHAPE.split(), "--seq", "128"]
 FEW = ["--exclude", "tensor_parallel,sequence_parallel,context_parallel,pipeline_parallel,offload,chunk"]  # is quick
 HUGE = "--layers 126 --hidden 16384 --heads 128 --ffn 53248 --vocab 128256 --seq 8192"
 
+KEYS = {
+    *("schema", "strategy", "load_strategy", "numbers", "estimate", "measured", "baseline", "notes", "fits_narrowly"),
+    *("rejected", "ranking", "near_ties", "decisive", "counterfactuals", "counts_by_axis", "candidates", "pareto"),
+    *("num_compositions", "num_dry_runs", "num_unopened", "num_legal", "gap", "seconds", "nearest_miss", "simulated"),
+    *("cluster", "global_batch", "objective", "memory_bytes", "usable_bytes", "num_params"),
+    *("solved", "price", "training"),
+}
+
 
 def plan(*arguments: str) -> int:
     return main(["plan", *arguments, "--verify", "0"])
@@ -51,6 +59,9 @@ def test_a_shape_has_an_answer_in_every_form(tmp_path, capsys):
     assert [str(each) for each in strategy] == found["strategy"]
     assert Strategy.of(found["load_strategy"]) == strategy
     assert found["num_params"] > 1e6
+    assert set(found) == KEYS, "docs/plan.md names the keys; a key that goes or changes raises SCHEMA"
+    for entry in (*found["ranking"], *found["near_ties"], *found["pareto"]):
+        assert [str(each) for each in Strategy.of(entry["load_strategy"])] == entry["strategy"]
 
 
 def test_methods_are_left_out_and_put_in(tmp_path):
@@ -69,9 +80,9 @@ def test_methods_are_left_out_and_put_in(tmp_path):
 def test_what_fits_is_found(what, more, tmp_path, capsys):
     data = tmp_path / "plan.json"
     size = ["--seq", "4096"] if what == "seq" else ["--seq", "128"]
-    command = [*SHAPE.split(), *FEW, *size, "--cluster", "8xL4", "--fit", what, "--json", str(data), *more]
+    command = [*SHAPE.split(), *FEW, *size, "--cluster", "8xL4", "--solve", what, "--json", str(data), *more]
     assert plan(*command) == 0
-    fit = json.loads(data.read_text())["fit"]
+    fit = json.loads(data.read_text())["solved"]
     assert fit["what"] == what
     assert [fit["size"], True] in fit["tried"]
     assert f"{fit['size']:,}" in capsys.readouterr().out
@@ -119,8 +130,20 @@ def test_a_job_that_fits_nowhere_names_the_nearest_miss(capsys):
         ([*SMALL, "--cluster", "8xL4", "--objective", "joy"], "joy"),
         ([*SMALL, "--cluster", "8xL4", "--exclude", "fdsp"], "fsdp"),
         ([*SMALL, "--cluster", "8xL4", "--html", "no/such/folder/p.html"], "no/such/folder"),
-        ([*SMALL, "--cluster", "8xL4", "--fit", "devices"], "give --batch"),
-        ([*SMALL, "--cluster", "8xL4", "--fit", "batch", "--batch", "8"], "leave --batch out"),
+        ([*SMALL, "--cluster", "8xL4", "--solve", "devices"], "give --batch"),
+        ([*SMALL, "--cluster", "8xL4", "--solve", "batch", "--batch", "8"], "leave --batch (global_batch) out"),
+        (["examples/plan_llama.py:llama_8b", "--cluster", "8xL4", "--solve", "rank"], "lora cannot be given for a job"),
+        (["Qwen/Qwen3-8B", "--cluster", "8xL4", "--solve", "model"], "leave MODEL and its shape out"),
+        ([*SMALL, "--cluster", "8xL4", "--solve", "size"], "size"),
+        ([*SMALL, "--cluster", "8xL4", "--max-step", "2"], "give a time above 0 with its unit"),
+        ([*SMALL, "--cluster", "8xL4", "--max-step", "0s"], "max_step is '0s'"),
+        ([*SMALL, "--cluster", "8xL4", "--until", "0"], "until is '0'; give tokens as '15T'"),
+        ([*SMALL, "--cluster", "8xL4", "--until", "-1T"], "until is '-1T'"),
+        ([*SMALL, "--cluster", "8xL4", "--until", "3 epochs"], "until is '3 epochs'"),
+        ([*SMALL, "--cluster", "8xL4", "--mtbf", "1h"], "give its length, as --until 15T"),
+        ([*SMALL, "--cluster", "8xL4", "--until", "1T", "--mtbf", "1ms"], "training comes to nothing"),
+        ([*SMALL, "--cluster", "8xL4", "--until", "1T", "--restart", "soon"], "restart is 'soon'"),
+        ([*SMALL, "--cluster", "8xL4", "--prices", "none.json"], "none.json"),
     ],
 )
 def test_a_mistake_is_one_line_and_status_1(arguments, told, capsys):
@@ -146,7 +169,7 @@ def test_precision_and_host_memory_are_allowed(tmp_path, capsys):
 def test_nothing_waits_in_host_memory_where_that_is_forbidden_or_a_size_is_looked_for(tmp_path):
     data = tmp_path / "plan.json"
     some = ["--exclude", "tensor_parallel,sequence_parallel,context_parallel,pipeline_parallel"]
-    for more in (["--no-host-memory"], ["--fit", "devices"]):
+    for more in (["--no-host-memory"], ["--solve", "devices"]):
         assert plan(*SMALL, *some, "--cluster", "8xH100-80GB", "--batch", "64", *more, "--json", str(data)) == 0
         labels = json.loads(data.read_text())["candidates"]["label"]
         assert not any("offload" in label or "chunk" in label for label in labels)
@@ -184,9 +207,39 @@ def test_a_file_that_says_nothing_of_a_node_has_none_that_is_too_large(tmp_path,
 
 
 def test_what_fits_is_found_on_each_cluster(capsys):
-    command = [*SMALL, *FEW, "--fit", "devices", "--batch", "64", "--cluster", "8xL4", "--cluster", "8xH100-80GB"]
+    command = [*SMALL, *FEW, "--solve", "devices", "--batch", "64", "--cluster", "8xL4", "--cluster", "8xH100-80GB"]
     assert plan(*command) == 0
     assert "fits devices 1 devices 1" in " ".join(capsys.readouterr().out.split())
+
+
+def test_whole_runs_stand_beside_each_other_with_their_price(tmp_path, capsys):
+    data, offers = tmp_path / "plans.json", tmp_path / "prices.json"
+    offers.write_text('{"date": "2026-01-02", "prices": [{"device": "L4", "per_hour": 0.5}]}')
+    clusters = ["--cluster", "8xL4", "--cluster", "8xH100-80GB", "--batch", "64"]
+    priced = ["--until", "1B", "--prices", str(offers), "--json", str(data)]
+    assert plan(*SMALL, *FEW, *clusters, *priced) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert all(word in said for word in ("device-hours", "goodput", "one hour $4.00", "1M tokens $"))
+    assert "no price is known for NVIDIA H100 80GB HBM3; give a price file" in said
+    found = json.loads(data.read_text())
+    assert found["schema"] == 1
+    run = found["clusters"]["8xL4"]["training"]
+    assert run["steps"] == -(-(10**9) // (64 * 128))
+    assert run["cost"] == pytest.approx(run["device_hours"] * 0.5) == pytest.approx(run["hours"] * 4)
+    assert found["clusters"]["8xH100-80GB"]["training"]["cost"] is None
+    assert plan(*SMALL, *FEW, *clusters, "--objective", "cost") == 0
+    assert "1M tokens $" in " ".join(capsys.readouterr().out.split())
+
+
+def test_the_largest_model_of_the_catalogue_is_found(tmp_path, capsys):
+    data, page = tmp_path / "plan.json", tmp_path / "plan.html"
+    files = ["--json", str(data), "--html", str(page)]
+    assert plan("--solve", "model", "--qlora", "--gpu", "rtx3090", "--seq", "2048", *files) == 0
+    found = json.loads(data.read_text())["solved"]
+    assert found["words"] in capsys.readouterr().out.replace("\n", " ")
+    assert found["model"] in page.read_text()
+    fitting = [row["num_params"] for row in found["tried"] if row["fits"]]
+    assert max(fitting) == found["size"] < max(row["num_params"] for row in found["tried"])
 
 
 def test_a_model_on_the_hub_is_planned_as_its_training_is_described(tmp_path, capsys):
@@ -201,8 +254,10 @@ def test_a_model_on_the_hub_is_planned_as_its_training_is_described(tmp_path, ca
 
 def test_the_status_says_whether_it_fits_with_room_or_narrowly(tmp_path):
     command = ["Qwen/Qwen3-8B", "--lora", "16", "--optimizer", "adamw8bit", "--gpu", "rtx3090"]
-    assert plan(*command, "--seq", "4096") == 3
-    assert plan(*command, "--seq", "4096", "--gpu", "H100") == 0
+    assert plan(*command, "--seq", "4096") == 0  # one that is as fast and needs all of the memory is not taken
+    assert plan(*command, "--seq", "4096", "--reserve", "0.23") == 3
+    assert plan(*command, "--seq", "4096", "--reserve", "0.23", "--gpu", "H100") == 0
+    assert plan(*command, "--seq", "4096", "--max-step", "1s") == 2
     assert plan(*command, "--seq", "131072") == 2
 
 

@@ -82,7 +82,7 @@ def test_all_that_the_terminal_says_is_in_the_page():
         "numbers": "parameters are bf16",
         "notes": ["of fused kernels"],
         "num_params": 8_030_000_000,
-        "fit": {"words": "The longest sequence that fits: 8,192 tokens"},
+        "solved": {"words": "The longest sequence that fits: 8,192 tokens"},
         "load_strategy": ["parallel_mode", ["half", {"dtype": "bf16"}]],
     }
     plan["decisive"] = [{"saves": 0.034, "strategy": plan["near_ties"][0]["strategy"], "kind": ""}]

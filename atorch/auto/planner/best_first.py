@@ -2,8 +2,8 @@
 
 This is A* over the tree of compositions with an admissible heuristic (Hart, Nilsson and Raphael 1968, "A Formal Basis
 for the Heuristic Determination of Minimum Cost Paths"). Once no open branch has a bound below the best result, nothing
-better is left. Branches that tie with the best are then opened if they may be simpler. Branches that cannot fit are put
-aside, and opened only if nothing fits.
+better is left. Branches that tie with the best are then opened if they may fit with more room or be simpler. Branches
+that cannot fit are put aside, and opened only if nothing fits.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from atorch.auto.planner.bounds import Bounds, LowerBound
-from atorch.auto.planner.candidate_table import TIE, CandidateTable, Intricacy, intricacy, least_intricacy
+from atorch.auto.planner.candidate_table import TIE, CandidateTable, Intricacy, least_intricacy
 from atorch.auto.planner.space import Only, SearchNode, Space
 from atorch.cluster.spec import ClusterSpec
 from atorch.cost import Cost, StepTimes, peak_memory
@@ -149,7 +149,7 @@ class _Search:
                 continue
             memory = peak_memory(leaf.cost)
             if self.columns.add(leaf.methods, seconds, memory):
-                insort(self._fitting, (seconds, intricacy(leaf.methods, on_host=memory.on_host > 0)))
+                insort(self._fitting, (seconds, self.columns.intricacy(len(self.columns) - 1)))
 
     def _nearest(self) -> None:
         """Score the compositions that miss by least, from the branches put aside."""
@@ -179,7 +179,7 @@ class _Search:
         return min(self.limit_s, max(self._fitting[self.keep - 1][0], self._fitting[0][0] * (1 + TIE)))
 
     def _is_known(self, bound: float, node: SearchNode, part: LowerBound | None) -> bool:
-        """True if no composition of a branch is among the best, or ties with the best and is simpler than known ties.
+        """True if no composition of a branch is among the best, or ties with the best and is preferred to known ties.
 
         Bounds ascend, so once a bound exceeds the fastest result, that is the best.
         """

@@ -1,7 +1,7 @@
 """A table of all scored compositions, stored by column: tens of thousands need no object each.
 
-Of compositions that the estimate cannot distinguish, the simplest is preferred: without use of host memory, then with
-fewer methods, then with fewer axes of the mesh.
+Of compositions that the estimate cannot distinguish, one that fits with room is preferred, then the simplest: without
+use of host memory, then with fewer methods, then with fewer axes of the mesh.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from atorch.auto.opt_lib.shared.defaults import SLOT as DATA_PARALLEL
 from atorch.auto.planner.space import MESH, Only, SearchNode
 from atorch.auto.strategy import Method
 from atorch.cost import Memory
-from atorch.cost.memory import CATEGORIES
+from atorch.cost.memory import CATEGORIES, high_needed
 from atorch.cost.parallelism import REPLICA_AXES
 
 Floats = npt.NDArray[np.float64]
@@ -32,7 +32,7 @@ class CandidateTable:
         self.host_bytes = host_bytes  # of host memory for a device
         self.methods: list[tuple[Method, ...]] = []
         self._step_s, self._peak, self._needed, self._on_host = array("d"), array("d"), array("d"), array("d")
-        self._stage, self._binds = array("l"), array("b")
+        self._stage, self._binds, self._narrow = array("l"), array("b"), array("b")
         self._memory = array("d")
 
     def __len__(self) -> int:
@@ -49,6 +49,7 @@ class CandidateTable:
         self._on_host.append(memory.on_host)
         self._stage.append(memory.stage)
         self._binds.append(binds)
+        self._narrow.append(binds == FITS and high_needed(memory) > self.limit_bytes)
         self._memory.extend(memory[: len(CATEGORIES)])
         return binds == FITS
 
@@ -106,7 +107,7 @@ class CandidateTable:
         return list(map(label, self.methods))
 
     def intricacy(self, row: int) -> Intricacy:
-        return intricacy(self.methods[row], on_host=bool(self.on_host[row] > 0))
+        return intricacy(self.methods[row], on_host=self._on_host[row] > 0, is_narrow=bool(self._narrow[row]))
 
     def fastest(self, number: int | None = None) -> list[int]:
         """Rows that fit, the fastest first; equally fast ones by number of methods, then by peak bytes."""
@@ -131,11 +132,11 @@ class CandidateTable:
 TIE = 0.03  # share of a step: smaller differences are below the accuracy of estimates
 EQUAL = 1e-3  # share of a step: compositions that differ by less are equally fast
 
-Intricacy = tuple[bool, int, int]  # use of host memory, number of methods, number of mesh axes
+Intricacy = tuple[bool, bool, int, int]  # fits narrowly, uses host memory, number of methods, number of mesh axes
 
 
-def intricacy(methods: Sequence[Method], *, on_host: bool) -> Intricacy:
-    return on_host, len(methods), _num_axes(methods)
+def intricacy(methods: Sequence[Method], *, on_host: bool, is_narrow: bool) -> Intricacy:
+    return is_narrow, on_host, len(methods), _num_axes(methods)
 
 
 def least_intricacy(node: SearchNode, only: Only) -> Intricacy:
@@ -144,11 +145,11 @@ def least_intricacy(node: SearchNode, only: Only) -> Intricacy:
     if not node.large.isdisjoint(REPLICA_AXES):
         slots.add(DATA_PARALLEL)  # a method must keep the parameters of replicas equal
     number = len(slots | node.slots)
-    return False, number, _num_axes(node.methods)
+    return False, False, number, _num_axes(node.methods)
 
 
 def preferred(columns: CandidateTable, expected: Mapping[int, float] | None = None) -> int:
-    """The simplest of the rows that tie with the fastest.
+    """The simplest of the rows that tie with the fastest and fit with room, or of all that tie if none does.
 
     `expected`: row → seconds in place of the estimate's; only these rows are considered.
     """

@@ -66,11 +66,20 @@ def answer(
     """
     began, request = time.monotonic(), PlanRequest(**knobs) if request is None else request
     question, space, found = _searched(
-        _Question(profile, cluster, request), breadth=keep, most=math.inf if prove else MOST, nearest=advise
+        _Question(profile, cluster, request),
+        breadth=keep,
+        most=math.inf if prove else MOST,
+        nearest=advise and not request.max_step,
     )
     rows = found.columns.fastest(keep)
     if not rows and not advise:
-        raise NoFeasiblePlanError(f"nothing fits on {question.cluster.world_size} × {cluster.device.name}")
+        within = f" in {format_seconds(request.max_step)} a step" if request.max_step else ""
+        raise NoFeasiblePlanError(f"nothing fits{within} on {question.cluster.world_size} × {cluster.device.name}")
+    if not rows and request.max_step:
+        asked = question
+        question, space, found = _searched(asked.but(max_step=None), breadth=1, most=MOST)
+        if found.columns.fits.any():
+            raise _too_slow(asked, found)
     if not rows:
         raise _nothing_fits(question, space, found)
     plan = _plan(question, space, found, rows, request.objective, began)
@@ -128,6 +137,7 @@ class _Question(PlanJob):
 
     def found(self, space: Space, *, breadth: int = 1, most: float = MOST, **more: Any) -> BestFound:
         more |= {"device_bytes": self.limits.device_bytes, "host_bytes": self.limits.host_bytes}
+        more["limit_s"] = min(more.get("limit_s", math.inf), self.request.max_step or math.inf)
         return best_first(space, self.start, self.cluster, breadth=breadth, most=most, times=self.times, **more)
 
     @cached_property
@@ -229,7 +239,8 @@ def _rejected(question: _Question, space: Space, columns: CandidateTable, chosen
             covered |= names
             ratio = columns.step_s[row] / columns.step_s[chosen] - 1
             speed = "as fast" if abs(ratio) < EQUAL else f"{-ratio:.1%} faster, which is a tie,"
-            less = "less simple" if columns.intricacy(chosen) < columns.intricacy(row) else "less certain"
+            mine, other = columns.intricacy(chosen), columns.intricacy(row)
+            less = "less certain" if other <= mine else "less simple" if other[0] == mine[0] else "with less room"
             reason = f"{ratio:.1%} slower" if ratio >= EQUAL else f"{speed} and {less}"
             yield question.ranked(columns.methods[row]).rejected("slower", reason)
     for method, reason in space.unmet:
@@ -295,6 +306,18 @@ def _parts(cluster: ClusterSpec) -> Iterator[ClusterSpec]:
     for power in range((cluster.num_nodes - 1).bit_length()):
         yield replace(cluster, num_nodes=2**power)
     yield cluster
+
+
+def _too_slow(question: _Question, found: BestFound) -> NoFeasiblePlanError:
+    """The error if something fits, as `found` without the bound on the step, but takes longer than it."""
+    row, most = found.columns.fastest(1)[0], format_seconds(question.request.max_step)
+    helps = remedies(question, _Question.fits)
+    advice = f". What would make it faster: {'; or '.join(helps)}" if helps else ""
+    return NoFeasiblePlanError(
+        f"nothing that fits on {question.cluster.world_size} × {question.cluster.device.name} takes at most {most} a "
+        f"step; the fastest, {Strategy(found.columns.methods[row])}, takes "
+        f"{format_seconds(float(found.columns.step_s[row]))}{advice}"
+    )
 
 
 def _nothing_fits(question: _Question, space: Space, best: BestFound) -> StrategyError | NoFeasiblePlanError:

@@ -6,12 +6,14 @@ A `ClusterPlan` is for a cluster that need not be present: it adds near ties, co
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal
 
 from atorch.auto.planner.candidate_table import CandidateTable
+from atorch.auto.planner.training import RunRequest, Training, training_of
 from atorch.auto.strategy import Strategy
+from atorch.cluster.prices import Price, Prices, load_prices, price_of
 from atorch.cluster.spec import ClusterSpec
 from atorch.cost.memory import CATEGORIES
 from atorch.errors import ArgumentError, StrategyError
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from atorch.auto.reference_step import ReferenceStep
 
 Why = Literal["hardware", "memory", "refused", "failed", "time", "slower", "not run"]
+SCHEMA = 1  # version of `Plan.to_json_data`: it grows when a key changes its meaning or goes, not when one comes
 DIGITS = 5  # significant digits of the figures of candidates
 
 
@@ -157,7 +160,7 @@ class Plan:
         write(path, plan_page(self.to_json_data(), title), FileKind("page", ArgumentError))
 
     def to_json_data(self) -> dict[str, Any]:
-        return {**json_data(self), "load_strategy": _load_strategy(self.strategy), "numbers": self.numbers}
+        return {"schema": SCHEMA, **json_data(self), "numbers": self.numbers}
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -180,17 +183,43 @@ class ClusterPlan(Plan):
     num_legal: int | None = None  # compositions that the choice is the best of, scored or excluded; None: not counted
     simulated: tuple[Mapping[str, Any], ...] = ()
     num_params: int | None = None  # of the model
+    solved: Mapping[str, Any] | None = None  # the size that was looked for: what, size, tried, words
+    price: Price | None = None  # of a device, if it was asked for and is known
+    training: Training | None = None  # a whole run, if it was asked for
 
     @property
     def fits_narrowly(self) -> bool:
         """True if the choice fits by less than the uncertainty of its memory; some such runs go out of memory."""
         return (self.estimate.high_needed_bytes or 0.0) > self.usable_bytes
 
+    def priced(self, prices: str | PathLike[str] | Prices | None = None) -> ClusterPlan:
+        """The plan with the price of its devices, from a price file, or from the public offers that come with atorch.
+
+        Raises:
+            ArgumentError: the file is no price file.
+        """
+        price = price_of(self.cluster, prices if isinstance(prices, tuple) else load_prices(prices))
+        note = f"no price is known for {self.cluster.device.name}; give a price file (prices, --prices)"
+        return replace(self, price=price, notes=self.notes if price else (*self.notes, note))
+
+    def until(self, amount: Any, *, mtbf: Any = None, restart: Any = None) -> ClusterPlan:
+        """The plan with `training`: hours, device-hours, goodput and, if it is `priced`, the cost of a whole run.
+
+        Args:
+            amount, mtbf, restart: see `RunRequest`, which may be given as the amount.
+
+        Raises:
+            ArgumentError: an invalid value, or failures leave no time to train.
+        """
+        request = amount if isinstance(amount, RunRequest) else RunRequest(amount, mtbf, restart)
+        return replace(self, training=training_of(self, request))
+
     def to_json_data(self) -> dict[str, Any]:
         table = self.candidates
         pareto = [
             {
                 "strategy": [str(method) for method in table.methods[row]],
+                "load_strategy": _load_strategy(Strategy(table.methods[row])),
                 "step_s": float(table.step_s[row]),
                 "peak_bytes": float(table.peak_bytes[row]),
             }
@@ -216,7 +245,9 @@ def json_data(value: Any) -> Any:
     if isinstance(value, CandidateTable):
         return candidate_data(value)
     if is_dataclass(value):
-        return {known.name: json_data(getattr(value, known.name)) for known in fields(value) if known.repr}
+        data = {known.name: json_data(getattr(value, known.name)) for known in fields(value) if known.repr}
+        strategy = getattr(value, "strategy", None)
+        return data | ({"load_strategy": _load_strategy(strategy)} if isinstance(strategy, Strategy) else {})
     if isinstance(value, Mapping):
         return {name: json_data(entry) for name, entry in value.items()}
     return list(map(json_data, value)) if isinstance(value, tuple) else value

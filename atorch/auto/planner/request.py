@@ -14,6 +14,7 @@ from atorch.cost import ModelProfile
 from atorch.cost.adapted_profile import ALL_LINEAR, AdapterTarget, targets_of
 from atorch.cost.memory import RESERVE
 from atorch.errors import ArgumentError, StrategyError, near_miss, shown
+from atorch.units import seconds_in
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -53,6 +54,7 @@ class PlanRequest:
         optimizer, dtype, attention: as `CHOICES` has them; of models that are known by their shape, like `lora`.
         cross_entropy: "chunked" includes the method cross_entropy.
         target: a trainer, such as "accelerate", whose configuration has to express the strategy.
+        max_step: the longest step that counts as a plan, as "2s" or "500ms", or in seconds.
 
     Raises:
         ArgumentError: an invalid value.
@@ -76,6 +78,7 @@ class PlanRequest:
     attention: str | None = None
     cross_entropy: str | None = None
     target: str | None = None
+    max_step: Any = None  # seconds or None once it is made
 
     def __post_init__(self) -> None:
         for name in ("excluded", "included"):
@@ -98,6 +101,7 @@ class PlanRequest:
                 raise ArgumentError(f"{name} is {value!r}; {near_miss(str(value), allowed)}")
         if self.target is not None:
             trainer_configs.target(self.target)
+        object.__setattr__(self, "max_step", duration(self.max_step, "max_step", "2s"))
         if self.host_memory not in (None, True, False):
             raise ArgumentError(
                 f"host_memory is {self.host_memory!r}; it is True, False, or None for where nothing fits without"
@@ -156,6 +160,23 @@ class PlanJob:
     def global_batch(self) -> int:
         batch = self.request.global_batch
         return self.profile.batch_size * self.cluster.world_size if batch is None else batch
+
+
+def duration(given: Any, name: str, example: str) -> float | None:
+    """The seconds of a text with a unit, or of a number.
+
+    Raises:
+        ArgumentError: it is neither, or not above 0.
+    """
+    if given is None:
+        return None
+    is_number = isinstance(given, (int, float)) and not isinstance(given, bool)
+    seconds = float(given) if is_number else seconds_in(given) if isinstance(given, str) else None
+    if seconds is None or not 0 < seconds < 1e15:
+        raise ArgumentError(
+            f"{name} is {shown(given)}; give a time above 0 with its unit (ms, s, min, h, d): '{example}'"
+        )
+    return seconds
 
 
 def others(fixed: Strategy) -> Iterable[str]:

@@ -54,6 +54,13 @@ class JobSource:
     subject: Callable[[int | None, ClusterSpec], Subject]
 
 
+def _no_subject(seq: int | None, cluster: ClusterSpec) -> Subject:
+    raise ArgumentError("the catalogue has many models; name one")
+
+
+CATALOGUE = JobSource("the models of the catalogue", True, _no_subject)
+
+
 def source_of(named: str | None, path: Path | None, shape: ShapeOptions, request: PlanRequest) -> JobSource:
     """The job to plan for, trained as `request` says.
 
@@ -72,8 +79,8 @@ def source_of(named: str | None, path: Path | None, shape: ShapeOptions, request
 
 
 def is_source(model: object) -> bool:
-    """True for the name of a source, and for a config of transformers."""
-    return isinstance(model, (str, PathLike)) or hasattr(type(model), "model_type")
+    """True for the name of a source, for a config of transformers, and for None, which stands for the catalogue."""
+    return model is None or isinstance(model, (str, PathLike)) or hasattr(type(model), "model_type")
 
 
 def plan_of(model: Any, positional: Sequence[Any], cluster: Any, keywords: Mapping[str, Any]) -> ClusterPlan:
@@ -85,20 +92,30 @@ def plan_of(model: Any, positional: Sequence[Any], cluster: Any, keywords: Mappi
     from atorch.auto.arguments import meant, positioned
     from atorch.auto.plan_for_cluster import cluster_of, plan_for
     from atorch.auto.planner.request import PLAN_OPTIONS, PlanRequest
+    from atorch.auto.solve import solved
 
     options = {**keywords, **positioned(positional, (), keywords)}
     for name in options:
-        if name not in ("seq", *PLAN_OPTIONS):
-            remedy = meant(name, ("seq", *PLAN_OPTIONS))
+        if name not in ("seq", "solve", *PLAN_OPTIONS):
+            remedy = meant(name, ("seq", "solve", *PLAN_OPTIONS))
             raise ArgumentError(
                 f"a plan of {shown(model)}, which has its own batch, loss and optimizer, has no argument {name!r}; "
                 f"{remedy}"
             )
-    seq, spec = options.pop("seq", None), cluster_of(cluster)
+    seq, what, spec = options.pop("seq", None), options.pop("solve", None), cluster_of(cluster)
     request = PlanRequest(**options)  # before the model is read, which may take minutes
-    is_named = isinstance(model, (str, PathLike))
-    source = _of_name(fspath(model), request) if is_named else _of_config(model, request)
-    return plan_for(source.subject(seq, spec), spec, **options)
+
+    def source(request: PlanRequest) -> JobSource:
+        is_named = isinstance(model, (str, PathLike))
+        return _of_name(fspath(model), request) if is_named else _of_config(model, request)
+
+    if (what == "model") != (model is None):
+        raise ArgumentError(
+            f"solve is {what!r} and the model is {shown(model)}; only solve 'model' takes None, as model"
+        )
+    if what is None:
+        return plan_for(source(request).subject(seq, spec), spec, request=request)
+    return solved(what, source, spec, seq, request)
 
 
 def _of_name(named: str, request: PlanRequest) -> JobSource:
@@ -127,6 +144,20 @@ def _of_name(named: str, request: PlanRequest) -> JobSource:
         f"there is no file or folder {named!r}, and no model of this name in the Hub's local cache or in atorch's "
         f"catalogue; nothing is downloaded. {near}{shapes.instead(named)}"
     )
+
+
+def catalogue_of(request: PlanRequest, seq: int | None, cluster: ClusterSpec) -> list[tuple[str, Subject]]:
+    """(id, subject) of each model of the catalogue that can be trained as the request says; one id of each shape."""
+    from atorch.auto.plan_for_cluster import Subject
+
+    found: dict[str, tuple[str, Subject]] = {}
+    for name, facts in shapes.catalogue().items():
+        if repr(facts) not in found and not ("latent" in facts and request.adapters):
+            shape = shapes.shape_of(facts, seq or DEFAULT_SEQ)
+            found[repr(facts)] = name, Subject(shapes.profile_of(shape, request, cluster.device))
+    if seq is None:
+        logger.warning("--seq is not given: %s tokens a sample", f"{DEFAULT_SEQ:,}")
+    return list(found.values())
 
 
 def _of_job(named: str) -> JobSource:

@@ -81,10 +81,10 @@ def test_the_best_are_those_of_brute_force(job, tightness, included):
         for each in every:
             whole.add(*each)
         chosen = preferred(whole)
-        order = intricacy(whole.methods[chosen], on_host=whole.on_host[chosen] > 0), whole.step_s[chosen]
+        order = whole.intricacy(chosen), whole.step_s[chosen]
         for columns in (found, least):
             row = preferred(columns)
-            assert (intricacy(columns.methods[row], on_host=columns.on_host[row] > 0), columns.step_s[row]) == order
+            assert (columns.intricacy(row), columns.step_s[row]) == order
 
 
 @settings(max_examples=10, suppress_health_check=list(HealthCheck))
@@ -145,7 +145,7 @@ def hold_part(part, node, space, scored, room):
         short = max(memory.needed - room[0], memory.on_host - room[1])
         assert part.short_bytes <= max(0, short), methods
         assert part.seconds <= seconds, methods
-        assert least_intricacy(node, part.only) <= intricacy(methods, on_host=memory.on_host > 0)
+        assert least_intricacy(node, part.only) <= intricacy(methods, on_host=memory.on_host > 0, is_narrow=False)
     return held
 
 
