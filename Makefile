@@ -14,6 +14,8 @@
 #   make wheels     gathers what such a machine lacks in wheels/, where it has no package index of its own
 #   make check      style, types, and the site of the documentation
 #   make docs       that site alone, in build/docs; warnings are errors
+#   make build/pyodide
+#                   what the test of the planner's page in Chromium needs, in this folder
 #   make bench      the table of benchmarks/README.md
 #   make format     rewrite the sources in the house style
 #
@@ -124,6 +126,16 @@ check: .venv/installed docs
 
 docs: .venv/installed
 	$(BIN)/python -m sphinx --quiet --nitpicky --fail-on-warning -c docs -d build/doctrees . build/docs
+
+# Pyodide, of the version in docs/planner.html, and the packages that a plan needs, for the test in Chromium.
+PYODIDE := $(shell sed -n 's|.*/pyodide/v\([0-9.]*\)/full/.*|\1|p' docs/planner.html)
+PYODIDE_FOR := --python-version 3.14 --implementation cp --abi cp314 --platform pyemscripten_2026_0_wasm32
+
+build/pyodide: docs/planner.html
+	mkdir -p $@
+	cd $@ && npm pack --silent pyodide@$(PYODIDE) && tar xzf pyodide-*.tgz --strip-components=1
+	$(PYTHON) $(PIP) download $(PIP_ARGS) --only-binary=:all: $(PYODIDE_FOR) -d $@ pydantic
+	touch $@
 
 bench: .venv/installed
 	$(BIN)/python benchmarks/run.py

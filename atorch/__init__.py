@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from atorch.auto.strategy.method import load_methods
     from atorch.checkpoint.reading import Checkpoint
     from atorch.cluster.spec import ClusterSpec
+    from atorch.cost.transformer import TransformerShape
     from atorch.distributed.run_monitor import RunMonitor
     from atorch.runtime.gradients.clip import clip_grad_norm
     from atorch.runtime.memory.recompute import checkpoint_sequential, checkpoint_wrapper, is_recomputing
@@ -35,6 +36,7 @@ _HOMES: Mapping[str, str] = {
     "RunMonitor": "atorch.distributed.run_monitor",
     "StragglerDetector": "atorch.runtime.straggler_detector",
     "Strategy": "atorch.auto.strategy",
+    "TransformerShape": "atorch.cost.transformer",
     "auto_accelerate": "atorch.auto.accelerate",
     "checkpoint_sequential": "atorch.runtime.memory.recompute",
     "checkpoint_wrapper": "atorch.runtime.memory.recompute",
@@ -59,6 +61,7 @@ __all__ = [
     "RunMonitor",
     "StragglerDetector",
     "Strategy",
+    "TransformerShape",
     "auto_accelerate",
     "checkpoint_sequential",
     "checkpoint_wrapper",

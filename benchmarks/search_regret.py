@@ -137,12 +137,11 @@ def make_context(name: str) -> Any:
 
 def in_process(name: str, quick: bool) -> dict[str, Any] | None:
     """Choose, measure the most promising strategies, then the choice and the best in turns, on two processes."""
-    from atorch.auto.planner import search
     from atorch.auto.planner.dry_runs.fault_barrier import Coordinator
     from atorch.auto.planner.dry_runs.step_timing import measure as measure_trial
     from atorch.auto.planner.dry_runs.trial import Feed, Trial
     from atorch.auto.planner.plan import Measurement
-    from atorch.auto.planner.planner import sample_of
+    from atorch.auto.planner.planner import sample_of, search
     from atorch.auto.strategy import Strategy
 
     torch.set_num_threads(1)

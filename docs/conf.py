@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import shutil
 import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
+from zipfile import ZIP_DEFLATED, ZipFile
 
 from docutils import nodes
 from sphinx.util.docutils import SphinxDirective
@@ -90,7 +92,24 @@ def write_index_files(app: Sphinx, failure: Exception | None) -> None:
     out = Path(app.outdir)
     (out / "llms.txt").write_text("\n".join(summaries) + "\n", encoding="utf-8")
     target = f"{root_doc}.html"
+    write_planner(out / "docs")
     (out / "index.html").write_text(f'<!doctype html><meta http-equiv="refresh" content="0; url={target}">\n')
+
+
+PLANNING = ("auto", "cluster", "compat", "cost", "files", "report", "runtime/pipeline/capture", "runtime/precision")
+"""Folders of the package with the modules that plan by arithmetic, which need no torch."""
+
+
+def write_planner(out: Path) -> None:
+    """Put the page that plans in the browser in a folder, with a wheel of the modules that it runs."""
+    package = Path(atorch.__file__).parent
+    within = (path for folder in PLANNING for path in (package / folder).rglob("*.*") if path.suffix != ".pyc")
+    with ZipFile(out / "atorch.whl", "w", ZIP_DEFLATED) as wheel:
+        for path in sorted({*package.glob("*.py"), *within}):
+            wheel.write(path, path.relative_to(package.parent))
+        metadata = f"Metadata-Version: 2.1\nName: atorch\nVersion: {release}\n"
+        wheel.writestr(f"atorch-{release}.dist-info/METADATA", metadata)
+    shutil.copy(Path(__file__).with_name("planner.html"), out)
 
 
 def keep_sentences(app: Sphinx, what: str, name: str, given: Any, options: Any, lines: list[str]) -> None:

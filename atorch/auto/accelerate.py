@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from atorch.auto.strategy import Exactness, Strategy
     from atorch.cluster.spec import ClusterSpec
     from atorch.cost import ModelProfile
+    from atorch.cost.transformer import TransformerShape
     from atorch.model.user_functions import InputFormat, LossFunc
 
 
@@ -129,7 +130,7 @@ def plan(
 ) -> Plan: ...
 @overload
 def plan(
-    model: nn.Module | Callable[[], nn.Module] | ModelProfile | str | os.PathLike[str],
+    model: nn.Module | Callable[[], nn.Module] | ModelProfile | TransformerShape | str | os.PathLike[str],
     sample_batch: Any = None,
     *,
     cluster: str | os.PathLike[str] | ClusterSpec,
@@ -168,9 +169,9 @@ def plan(model: Any, *given: Any, cluster: Any = None, **kargs: Any) -> Plan:
     Args:
         model: the module, which is not changed. For a cluster also a function that makes it, which is called under the
             meta device; a ModelProfile; the path of a Hugging Face config or of a folder that has one; a model on the
-            Hub ("Qwen/Qwen3-8B"); a config of transformers; or a job "FILE.py:NAME". All but modules, functions and
-            profiles need no sample batch.
-        seq: tokens of a sample, for a path or a config.
+            Hub ("Qwen/Qwen3-8B"); a config of transformers; a TransformerShape; or a job "FILE.py:NAME". Only modules
+            and functions need a sample batch.
+        seq: tokens of a sample, for a path, a config or a shape.
         sample_batch: a batch for `prepare_input`, the model and `loss_func`; figures are scaled to other batch sizes.
         global_batch: samples of a step on all devices together; None for the sample batch on each.
         excluded, included: names of methods that the strategy must not, or must, have.
@@ -187,8 +188,9 @@ def plan(model: Any, *given: Any, cluster: Any = None, **kargs: Any) -> Plan:
         max_step: for a cluster, the longest step that counts as a plan, in seconds or as "500ms".
         solve: for a cluster, find the largest "batch", "seq", "rank" of adapters or "model" (then `model` is None) that
             fits, or the fewest "devices"; the plan's `solved` tells it.
-        lora, qlora, optimizer, dtype, attention, cross_entropy: for a path or a model on the Hub, as for `atorch plan`.
         target: for a cluster, a trainer such as "accelerate", whose configuration has to express the strategy.
+        lora, qlora, optimizer, dtype, attention, cross_entropy: for a path, a model on the Hub or a shape, as for
+            `atorch plan`.
         **kargs: model_input_format, prepare_input, optim_args, optim_param_func, as for `auto_accelerate`.
 
     Raises:

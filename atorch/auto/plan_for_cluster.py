@@ -13,34 +13,28 @@ from dataclasses import dataclass, replace
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
-import psutil
-import torch
-from torch import nn
-from torch.utils.data import DataLoader, Dataset
-
-from atorch.auto.arguments import meant, positioned
-from atorch.auto.context import Context
-from atorch.auto.job import make_context
+from atorch.auto.argument_names import meant, positioned
 from atorch.auto.opt_lib.shared.optimizer_compatibility import kernel_notes
 from atorch.auto.planner.request import PLAN_OPTIONS, PlanJob, PlanRequest
 from atorch.auto.simulated_candidates import Allowance, Doing, simulated
 from atorch.auto.strategy import Strategy
 from atorch.cluster.spec import ClusterSpec
 from atorch.cost import ModelProfile
-from atorch.distributed.world import World
 from atorch.errors import ArgumentError, NoFeasiblePlanError, StrategyError, shown
 from atorch.logs import logger
-from atorch.model.pytree import tensor_bytes
-from atorch.profiler.trace import OfLength, trace
 from atorch.units import format_bytes
 
 if TYPE_CHECKING:
+    from torch import nn
+
+    from atorch.auto.context import Context
     from atorch.auto.planner.plan import ClusterPlan
+    from atorch.profiler.trace import OfLength
 
 PlanForMargin = Callable[[float], "ClusterPlan"]
 """Returns the plan that keeps this share of a device's memory free."""
 
-MakeModel = Callable[[], nn.Module]
+MakeModel = Callable[[], "nn.Module"]
 VERIFIED = 3  # default number of candidates that are simulated
 PLANNING_S = 20.0  # default limit of a search with these simulations
 FEW_BYTES = 2**30  # default limit of a model copy with values
@@ -105,6 +99,9 @@ def subject_of(
         if job or sample_batch is not None:
             raise ArgumentError(f"{', '.join(job) or 'sample_batch'} is given with a profile, which was traced before")
         return Subject(model)
+    from torch import nn
+    from torch.utils.data import DataLoader, Dataset
+
     if sample_batch is None:
         raise ArgumentError("a plan for a cluster traces the model, which needs a sample_batch; give one")
     if isinstance(sample_batch, (DataLoader, Dataset)):
@@ -180,6 +177,10 @@ def cluster_of(source: str | PathLike[str] | ClusterSpec) -> ClusterSpec:
 
 def _of_maker(make: MakeModel, sample_batch: Any, cluster: ClusterSpec, job: dict[str, Any]) -> Subject:
     """Make the model, on the meta device if possible, and trace it."""
+    import torch
+
+    from atorch.model.pytree import tensor_bytes
+
     try:
         with torch.device("meta"):
             made = _module(make())
@@ -189,16 +190,18 @@ def _of_maker(make: MakeModel, sample_batch: Any, cluster: ClusterSpec, job: dic
     try:
         return _traced(made, sample_batch, cluster, job)
     except ArgumentError as error:
-        size, room = sum(map(tensor_bytes, made.parameters())), psutil.virtual_memory().available
-        if size > _room():
+        size, room = sum(map(tensor_bytes, made.parameters())), _room()
+        if size > room:
             raise ArgumentError(
-                f"{error}; made for real it would take {format_bytes(size)} of {format_bytes(room)}"
+                f"{error}; made for real it would take {format_bytes(size)} of {format_bytes(room / ROOM)}"
             ) from error
         logger.info("the model is made for real: %s", error)
         return _traced(_module(make()), sample_batch, cluster, job)
 
 
 def _room() -> float:
+    import psutil
+
     return ROOM * float(psutil.virtual_memory().available)
 
 
@@ -245,6 +248,12 @@ def _first_feasible(ask: PlanForMargin, memory_bytes: float, limits: Iterable[fl
 
 
 def _traced(model: nn.Module, sample_batch: Any, cluster: ClusterSpec, job: dict[str, Any]) -> Subject:
+    import torch
+
+    from atorch.auto.job import make_context
+    from atorch.distributed.world import World
+    from atorch.profiler.trace import trace
+
     world = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
     arguments = {name: value for name, value in job.items() if name != "of_length"}
     ctx = make_context(model, **arguments, world=world, cluster=cluster)
@@ -277,6 +286,8 @@ def _notes(subject: Subject) -> Iterator[str]:
 
 
 def _module(made: object) -> nn.Module:
+    from torch import nn
+
     if not isinstance(made, nn.Module):
         raise ArgumentError(f"the model's function returned {shown(made)}; it returns a torch.nn.Module")
     return made

@@ -87,8 +87,8 @@ def _prepare(call: Request) -> tuple[Context, Strategy | None]:
 
 
 def _searched(ctx: Context, fixed: Strategy | None, call: Request, began: float) -> Plan:
-    from atorch.auto.planner import search
     from atorch.auto.planner.dry_runs.time_budget import Calibration, TimeBudget
+    from atorch.auto.planner.planner import search
 
     options = call.options
     excluded = options.excluded
@@ -319,7 +319,7 @@ def _choose(ctx: Context, requested: Strategy | None, call: Request, began: floa
     """The requested strategy, after a dry run if the user wants one; or the search's strategy and its plan."""
     if requested is not None and not call.options.finetune_strategy:
         if not call.options.ignore_dryrun_on_load_strategy:
-            from atorch.auto.planner import dry_run
+            from atorch.auto.planner.planner import dry_run
 
             dry_run(ctx, requested)
         return requested, None

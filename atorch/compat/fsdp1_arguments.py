@@ -13,13 +13,13 @@ import functools
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping
 from enum import Enum
-from typing import Any, Literal, NamedTuple
-
-from torch import Tensor, nn
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from atorch.errors import StrategyError, shown
 from atorch.logs import logger
-from atorch.model.structure import exact_name
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 Knobs = Callable[[Any], dict[str, Any]]  # raises ValueError, with a reason, for what FSDP2 does not support
 
@@ -61,6 +61,8 @@ def knobs_of(config: Mapping[str, Any], method: str) -> dict[str, Any]:
 
 
 def _listed(value: Any) -> list[Any]:
+    from torch import Tensor, nn
+
     return [value] if isinstance(value, (str, type, nn.Module, Tensor)) else list(value)
 
 
@@ -116,7 +118,10 @@ def wrapped_names(policy: Any, root: nn.Module, ignored: Collection[nn.Module | 
     Raises:
         StrategyError: the policy has another signature, sets arguments for single modules, or returns no bool.
     """
+    from torch import nn
     from torch.distributed.fsdp.wrap import _Policy, _recursive_wrap
+
+    from atorch.model.structure import exact_name
 
     left_out = {item for item in ignored if isinstance(item, nn.Module)}
     wrapped: dict[nn.Module, Any] = {}  # each with arguments of its own, if it has any
@@ -168,6 +173,10 @@ def names_within(root: nn.Module, objects: Iterable[nn.Module | Tensor]) -> tupl
     Raises:
         StrategyError: an object is not part of the model.
     """
+    from torch import Tensor
+
+    from atorch.model.structure import exact_name
+
     modules = {id(module): exact_name(name) for name, module in root.named_modules() if name}
     parameters = {id(parameter): name for name, parameter in root.named_parameters()}
     names = []
@@ -205,6 +214,8 @@ def _filler(value: Any) -> Any:
 
 
 def _ignored(what: str) -> Knobs:
+    from torch import nn
+
     def check(value: Any) -> dict[str, Any]:
         items = [] if value is None else _listed(value)
         named = [item for item in items if isinstance(item, (str, type))]

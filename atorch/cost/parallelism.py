@@ -24,6 +24,7 @@ from atorch.units import MiB
 
 AXES = ("tensor", "sequence", "context", "zero", "data", "pipeline")
 """The usual order of ranks, the fastest-varying first."""
+AXIS_ALIASES: Mapping[str, str] = {"pipe": "pipeline"}
 BATCH_AXES = ("data", "zero")
 """Axes whose ranks see different samples, in the order that hybrid sharding needs: replicas, then shards."""
 EXPERT_AXIS = "expert"

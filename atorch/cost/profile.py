@@ -48,6 +48,10 @@ class Matmul:
 
 MULTIPLE = 16
 """8-bit products need both dimensions of a weight divisible by this."""
+LOGIT_CHUNKS = 16
+"""Chunks that all rows of logits are cut into by default."""
+LEAST_ROWS = 128
+"""Minimum rows of such a chunk by default, so that products stay fast."""
 Fp8Weights = Literal["none", "blocks", "all"]
 
 

@@ -9,11 +9,14 @@ tensors, because attention or activations are fused, or because a norm is comput
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from atorch.cost.profile import Matmul, ModelProfile, Region, Segment
+from atorch.errors import ArgumentError, shown
 
+MOST: Mapping[str, int] = {"layers": 10_000, "seq_len": 2**40}
 CALLS = 5.0  # operators called per operation counted here, as in transformers' blocks (test_transformer.py)
 
 
@@ -46,16 +49,20 @@ class LatentAttention:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransformerShape:
-    """A decoder-only transformer."""
+    """A decoder-only transformer, with samples of `seq_len` tokens.
+
+    Raises:
+        ArgumentError: a size is no whole number in its range, or heads and sizes do not divide each other.
+    """
 
     layers: int
     hidden: int
     heads: int
-    kv_heads: int
     ffn: int
     vocab: int
     seq_len: int
-    head_dim: int
+    kv_heads: int = 0  # 0: as many as heads
+    head_dim: int = 0  # 0: hidden / heads
     gated: bool = True
     tied: bool = False
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
@@ -63,6 +70,23 @@ class TransformerShape:
     bias: bool = False
     experts: Experts | None = None
     latent: LatentAttention | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "seq_len"):
+            size, most = getattr(self, name), MOST.get(name, 2**30)
+            least = 1 if name in ("layers", "hidden", "heads", "seq_len") else 0
+            if type(size) is not int or not least <= size <= most:
+                raise ArgumentError(
+                    f"{name} of a transformer is {shown(size)}; it is a whole number from {least} to {most:,}"
+                )
+        kv_heads, head_dim = self.kv_heads or self.heads, self.head_dim
+        if self.heads % kv_heads or not (head_dim or self.hidden % self.heads == 0):
+            raise ArgumentError(
+                f"hidden {self.hidden}, heads {self.heads}, kv_heads {kv_heads}: each divides the one before it; give "
+                "others, or head_dim"
+            )
+        object.__setattr__(self, "kv_heads", kv_heads)
+        object.__setattr__(self, "head_dim", head_dim or self.hidden // self.heads)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from atorch.cost.parallelism import AXES as AXES
+from atorch.cost.parallelism import AXIS_ALIASES
 from atorch.cost.parallelism import BATCH_AXES as BATCH_AXES
 from atorch.distributed import world
 from atorch.distributed.collectives import is_fake_world, own_rank, present_group, world_group
@@ -28,7 +29,6 @@ from atorch.errors import StrategyError, near_miss, shown
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-AXIS_ALIASES: Mapping[str, str] = {"pipe": "pipeline"}
 _OUTERMOST_FIRST = AXES[::-1]
 
 Slices = Sequence[tuple[str, int]]

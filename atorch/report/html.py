@@ -17,11 +17,10 @@ from dataclasses import dataclass, field, replace
 from datetime import date
 from importlib.metadata import version
 from importlib.resources import files
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from xml.etree.ElementTree import Element, tostring
 
 from atorch.report import HtmlNode, element, row, section, table
-from atorch.report.answer import Answers, rate, side_by_side
 from atorch.report.figures import (
     SLACK,
     PlanData,
@@ -46,9 +45,11 @@ from atorch.report.figures import (
     varied,
     why_not,
 )
-from atorch.report.text import steps
 from atorch.report.training import of_search
 from atorch.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from atorch.report.answer import Answers
 
 MAX_BARS = 12
 SEPARATOR = " + "  # of the methods in a label
@@ -63,6 +64,8 @@ def plan_page(plan: PlanData, title: str = "", command: str = "") -> str:
 
 def plans_page(answers: Answers, title: str = "", command: str = "") -> str:
     """As `plan_page` for several clusters: their plans side by side, and each plan's choice below."""
+    from atorch.report.answer import rate, side_by_side
+
     rows = side_by_side([answer for _, answer in answers], max(rate(answer) for _, answer in answers))
     below = (
         element("details", element("summary", name), *_choice(answer))
@@ -133,6 +136,8 @@ def _remarks(plan: PlanData) -> Iterator[tuple[str, str]]:
     if plan.get("cluster"):
         yield from remarks(plan)
     else:
+        from atorch.report.text import steps
+
         yield from (("", sentence) for sentence in steps(plan).splitlines())
     if plan.get("numbers"):
         yield "numbers", plan["numbers"]

@@ -9,8 +9,8 @@ import torch
 
 from atorch.auto.job import make_context
 from atorch.auto.opt_lib.shared.defaults import complete
-from atorch.auto.planner import dry_run
 from atorch.auto.planner.dry_runs.trial import Feed
+from atorch.auto.planner.planner import dry_run
 from atorch.auto.reference_step import plain_pass
 from atorch.auto.strategy import Strategy
 from atorch.distributed import world as worlds

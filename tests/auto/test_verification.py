@@ -19,8 +19,8 @@ from atorch.auto import reference_step
 from atorch.auto.context import Context
 from atorch.auto.job import make_context
 from atorch.auto.opt_lib.shared.defaults import complete
-from atorch.auto.planner import dry_run
 from atorch.auto.planner.dry_runs.trial import Feed
+from atorch.auto.planner.planner import dry_run
 from atorch.auto.strategy import METHODS, Method, Phase, Strategy, method
 from atorch.distributed import world as worlds
 from atorch.errors import ArgumentError, StrategyError

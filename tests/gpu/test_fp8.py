@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from atorch.runtime.precision.fp8 import Fp8Recipe, Scaling, convert_linears
+from atorch.runtime.precision.fp8 import convert_linears
+from atorch.runtime.precision.fp8_recipe import Fp8Recipe, Scaling
 
 pytestmark = pytest.mark.gpu
 

@@ -8,7 +8,8 @@ from torch import nn
 
 from atorch.runtime.fused import FusedRMSNorm, Variant, fuse_cross_entropy, fuse_layer_norms
 from atorch.runtime.fused.attention import fuse_multihead_attention
-from atorch.runtime.precision.fp8 import MIN_CAPABILITY, Fp8Recipe, convert_linears
+from atorch.runtime.precision.fp8 import convert_linears
+from atorch.runtime.precision.fp8_recipe import MIN_CAPABILITY, Fp8Recipe
 
 pytestmark = pytest.mark.gpu
 

@@ -6,10 +6,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from atorch.auto.opt_lib.micro_batch import MicroBatched
 from atorch.distributed.local_collectives import are_collectives_local, local_collectives
 from atorch.runtime.fsdp.groups import FsdpUnit
 from atorch.runtime.fsdp.shard import shard
+from atorch.runtime.gradients.micro_batched import MicroBatched
 from tests.pool import Pool
 from tests.runtime.memory.test_micro_batch import Tight, mse, tight_batch
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from atorch.auto.planner import search
+from atorch.auto.planner.planner import search
 from atorch.runtime.gradients.clip import clip_grad_norm
 from tests.gpu.test_chunk import in_chunks, loss_of, network, rows
 from tests.gpu.test_search import context, ignore

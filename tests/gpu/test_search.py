@@ -9,8 +9,8 @@ from torch.utils.data import TensorDataset
 
 import atorch.auto.opt_lib  # noqa: F401  registers the methods
 from atorch.auto.job import make_context
-from atorch.auto.planner import search
 from atorch.auto.planner.dry_runs.trial import aside
+from atorch.auto.planner.planner import search
 from atorch.auto.strategy import METHODS, Method, Phase, method
 from atorch.cluster.spec import ClusterSpec
 from atorch.distributed import world as worlds

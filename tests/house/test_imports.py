@@ -17,10 +17,10 @@ DEFERRED = (
 )  # fmt: skip
 
 PUBLIC = {
-    "Checkpoint", "ClusterSpec", "Plan", "RunMonitor", "StragglerDetector", "Strategy", "auto_accelerate",
-    "checkpoint_sequential", "checkpoint_wrapper", "clip_grad_norm", "export", "is_recomputing", "load_checkpoint",
-    "load_methods", "load_pretrained", "load_whole_state", "plan", "resume_or_start", "save_checkpoint",
-    "wait_for_checkpoint", "whole_state",
+    "Checkpoint", "ClusterSpec", "Plan", "RunMonitor", "StragglerDetector", "Strategy", "TransformerShape",
+    "auto_accelerate", "checkpoint_sequential", "checkpoint_wrapper", "clip_grad_norm", "export", "is_recomputing",
+    "load_checkpoint", "load_methods", "load_pretrained", "load_whole_state", "plan", "resume_or_start",
+    "save_checkpoint", "wait_for_checkpoint", "whole_state",
 }  # fmt: skip
 
 
@@ -40,6 +40,11 @@ def test_the_front_door_adds_nothing_heavy_to_torch():
 
 def test_the_package_alone_does_not_load_torch():
     assert "torch" not in loaded("import atorch, atorch.errors")
+
+
+def test_a_plan_of_a_shape_does_not_load_torch():
+    plan = "import atorch; atorch.plan('Qwen/Qwen3-8B', cluster='8xH100-80GB', seq=512)._repr_html_()"
+    assert not loaded(plan) & {"torch", "numpy", "rich", "psutil"}
 
 
 def test_help_does_not_load_torch():

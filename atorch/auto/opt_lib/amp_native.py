@@ -9,17 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from typing_extensions import Self
 
-from atorch.auto.context import Built, Context
 from atorch.auto.opt_lib.shared.optimizer_compatibility import need_no_closure
-from atorch.auto.opt_lib.shared.precision import DTYPES, NAMES, Precision, is_fp32, keeps_masters
+from atorch.auto.opt_lib.shared.precision import NAMES, Precision, is_fp32, keeps_masters, torch_dtype
 from atorch.auto.strategy.method import Phase, method
 from atorch.cluster.spec import ClusterSpec
 from atorch.cost import Cost, ModelProfile
-from atorch.runtime.precision.amp import ScaledOptimizer, autocast_forward, autocast_loss, scale_loss
+
+if TYPE_CHECKING:
+    from atorch.auto.context import Built, Context
 
 
 @method("amp_native", phase=Phase.PRECISION, slot="precision")
@@ -77,7 +78,9 @@ class AmpNative(Precision):
 
     def apply(self, ctx: Context) -> Context:
         """Autocast every part and the loss; with fp16, scale the loss and wrap the optimizer."""
-        dtype, device = DTYPES[self.dtype], ctx.device
+        from atorch.runtime.precision.amp import ScaledOptimizer, autocast_forward, autocast_loss, scale_loss
+
+        dtype, device = torch_dtype(self.dtype), ctx.device
         for part in ctx.parts:
             autocast_forward(part, device.type, dtype)
         loss_func = ctx.loss_func and autocast_loss(ctx.loss_func, device.type, dtype)

@@ -8,21 +8,22 @@ products and attention are kept, and only the rest is recomputed (Korthikanti et
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
-from torch import nn
 from typing_extensions import Self
 
-from atorch.auto.context import Context
 from atorch.auto.opt_lib.shared.model_requirements import changes_modules
 from atorch.auto.strategy.method import Method, Phase, method
 from atorch.cluster.spec import ClusterSpec
 from atorch.cost import Cost, ModelProfile
 from atorch.errors import StrategyError
 from atorch.logs import logger
-from atorch.model.structure import find_modules, largest_children, module_names, repeated_blocks
-from atorch.runtime.memory.recompute import checkpoint_wrapper, turn_off_caches
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from atorch.auto.context import Context
 
 
 @method("checkpoint", phase=Phase.RECOMPUTE)
@@ -55,6 +56,8 @@ class ActivationCheckpoint(Method):
     @classmethod
     def of(cls, config: Any = None) -> Self:
         """Accept a module class, a name, or several of either, too."""
+        from atorch.model.structure import module_names
+
         if config is None or isinstance(config, cls):
             return super().of(config)
         if not isinstance(config, Mapping):
@@ -94,6 +97,8 @@ class ActivationCheckpoint(Method):
             self._chosen(part)
 
     def _chosen(self, part: nn.Module) -> dict[str, nn.Module]:
+        from atorch.model.structure import find_modules, largest_children, repeated_blocks
+
         if self.wrap_class is not None:
             return find_modules(part, self.wrap_class, "checkpoint wrap_class")
         chosen = repeated_blocks(part) or largest_children(part)
@@ -105,6 +110,9 @@ class ActivationCheckpoint(Method):
         return chosen
 
     def apply(self, ctx: Context) -> Context:
+        from atorch.model.structure import repeated_blocks
+        from atorch.runtime.memory.recompute import checkpoint_wrapper, turn_off_caches
+
         for part in ctx.parts:
             chosen = self._chosen(part)
             if self.wrap_class is None and not repeated_blocks(part):

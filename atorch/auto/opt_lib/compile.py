@@ -8,18 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from torch import nn
-from torch._functorch import config as functorch_config
 from typing_extensions import Self
 
-from atorch.auto.context import Context
 from atorch.auto.opt_lib.shared.model_requirements import changes_modules
 from atorch.auto.strategy.method import Method, Phase, Simulation, method
 from atorch.cluster.spec import ClusterSpec
 from atorch.cost import Cost, ModelProfile, Segment
-from atorch.model.structure import find_modules, module_names, repeated_blocks
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from atorch.auto.context import Context
 
 
 @method("compile", phase=Phase.COMPILE)
@@ -41,6 +42,8 @@ class Compile(Method):
 
     @classmethod
     def of(cls, config: Any = None) -> Self:
+        from atorch.model.structure import module_names
+
         if isinstance(config, Mapping) and config.get("wrap_class") is not None:
             config = {**config, "wrap_class": module_names(config["wrap_class"], "compile wrap_class")}
         return super().of(config)
@@ -75,6 +78,8 @@ class Compile(Method):
     def apply(self, ctx: Context) -> Context:
         # Else torch's compiler reuses the memory of saved tensors, and forbids backward(retain_graph=True), which plain
         # training allows. It reads this flag whenever it compiles and in every backward pass: it is the process's.
+        from torch._functorch import config as functorch_config
+
         functorch_config.donated_buffer = False
         for part in ctx.parts:
             for module in self.chosen(part).values():
@@ -82,6 +87,8 @@ class Compile(Method):
         return ctx
 
     def chosen(self, part: nn.Module) -> Mapping[str, nn.Module]:
+        from atorch.model.structure import find_modules, repeated_blocks
+
         if self.wrap_class is None:
             return repeated_blocks(part) or {"": part}
         return find_modules(part, self.wrap_class, "compile wrap_class")

@@ -10,24 +10,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from typing_extensions import Self
 
-from atorch.auto.context import Context
 from atorch.auto.opt_lib.parallel_mode import ParallelMode, size_of
 from atorch.auto.opt_lib.shared.model_requirements import has_compiled_loss, on_samples, uncuttable, unmet_tokens
 from atorch.auto.strategy.method import Method, Phase, method
 from atorch.cluster.spec import ClusterSpec
 from atorch.cost import Cost, ModelProfile
 from atorch.cost.parallelism import split_context, whole_outside
-from atorch.distributed.collectives import all_or_none
-from atorch.distributed.mesh import Mesh
-from atorch.distributed.rng import share_random_state
 from atorch.errors import StrategyError
-from atorch.runtime.context_parallel import RingExchange, UlyssesRing
-from atorch.runtime.precision.fp8 import without_fp8
-from atorch.runtime.sequence_parallel import Exchange, TokenPartition, split_stream
+
+if TYPE_CHECKING:
+    from atorch.auto.context import Context
+    from atorch.distributed.mesh import Mesh
+    from atorch.runtime.sequence_parallel import Exchange
 
 
 @method("context_parallel", phase=Phase.TENSOR)
@@ -62,6 +60,8 @@ class ContextParallel(Method):
             yield cls()
 
     def check(self, ctx: Context) -> None:
+        from atorch.distributed.mesh import Mesh
+
         strategy, mode = ctx.strategy, ctx.strategy.get(ParallelMode)
         if size_of(ctx, "context") == 1:
             return
@@ -79,6 +79,12 @@ class ContextParallel(Method):
                 come before context. The model is unchanged.
             ArgumentError: there is no sample batch.
         """
+        from atorch.distributed.collectives import all_or_none
+        from atorch.distributed.rng import share_random_state
+        from atorch.runtime.context_parallel import RingExchange, UlyssesRing
+        from atorch.runtime.precision.fp8 import without_fp8
+        from atorch.runtime.sequence_parallel import TokenPartition, split_stream
+
         mesh = ctx.need_mesh()
         if mesh.size("context") == 1:
             return ctx

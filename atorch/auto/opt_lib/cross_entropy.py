@@ -8,23 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from pydantic import Field, field_validator
-from torch import nn
 from typing_extensions import Self
 
-from atorch.auto.context import Context
 from atorch.auto.opt_lib.compile import Compile
 from atorch.auto.opt_lib.fsdp import Fsdp
 from atorch.auto.opt_lib.shared.model_requirements import changes_modules, has_compiled_loss
 from atorch.auto.strategy.method import Method, Phase, method
 from atorch.cluster.spec import ClusterSpec
 from atorch.cost import Cost, Matmul, ModelProfile, Region, Segment
+from atorch.cost.profile import LEAST_ROWS, LOGIT_CHUNKS
 from atorch.errors import StrategyError
 from atorch.logs import logger
-from atorch.model.structure import repeated_blocks
-from atorch.runtime.loss.lazy_logits import LEAST, SHARES, chunk_logits
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from atorch.auto.context import Context
 
 MANY = 4096
 """The fewest classes of a head for which the search tries the method."""
@@ -68,7 +70,7 @@ class CrossEntropy(Method):
         if product is None:
             return segment
         rows = product.rows * share
-        chunks = rows / self.chunk_tokens if self.chunk_tokens else min(float(SHARES), rows / LEAST)
+        chunks = rows / self.chunk_tokens if self.chunk_tokens else min(float(LOGIT_CHUNKS), rows / LEAST_ROWS)
         if chunks <= 1.0:
             return segment
         inside = segment.inside
@@ -107,6 +109,8 @@ class CrossEntropy(Method):
             self._heads(ctx)
 
     def apply(self, ctx: Context) -> Context:
+        from atorch.runtime.loss.lazy_logits import chunk_logits
+
         lasting = ctx.strategy.get(Fsdp) is None
         for name, head in self._heads(ctx).items():
             chunk_logits(head, self.chunk_tokens, without_gradients=lasting)
@@ -131,6 +135,10 @@ class CrossEntropy(Method):
         return heads
 
     def _of_part(self, part: nn.Module) -> dict[str, nn.Linear]:
+        from torch import nn
+
+        from atorch.model.structure import repeated_blocks
+
         linears = {name: linear for name, linear in part.named_modules() if type(linear) is nn.Linear and name}
         if self.head is not None:
             return {name: linear for name, linear in linears.items() if name in self.head}

@@ -8,20 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field
 from typing_extensions import Self
 
-from atorch.auto.context import Built, Context
 from atorch.auto.strategy.method import Method, Phase, method
 from atorch.cluster.spec import ClusterSpec
 from atorch.cost import Cost, ModelProfile
 from atorch.cost.parallelism import REPLICA_AXES, share_buffers
 from atorch.cost.parallelism import replicate as replica_cost
 from atorch.cost.state import in_buckets
-from atorch.runtime.data_parallel.replicate import average_before_steps, replicate
 from atorch.units import MiB
+
+if TYPE_CHECKING:
+    from atorch.auto.context import Built, Context
 
 
 @method("ddp", phase=Phase.SHARD, slot="data_parallel")
@@ -52,6 +53,8 @@ class Ddp(Method):
             yield cls()
 
     def apply(self, ctx: Context) -> Context:
+        from atorch.runtime.data_parallel.replicate import replicate
+
         group = ctx.need_mesh().group(*REPLICA_AXES)
         ctx.give_memory()
         parts = tuple(
@@ -75,5 +78,7 @@ def looks_for_unused(ctx: Context, is_asked: bool = False) -> bool:
 
 def averages_before_steps(built: Built) -> Built:
     """Average gradients that were assigned by hand before the optimizer steps."""
+    from atorch.runtime.data_parallel.replicate import average_before_steps
+
     average_before_steps(built.optim, built.parts)
     return built

@@ -9,23 +9,27 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import fields
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
-from torch import nn
 from typing_extensions import Self
 
-from atorch.auto.context import Context
 from atorch.auto.opt_lib.fsdp import Fsdp
 from atorch.auto.opt_lib.offload import Offload
 from atorch.auto.opt_lib.shared.model_requirements import changes_modules
 from atorch.auto.strategy.method import Method, Phase, method
 from atorch.cluster.spec import ClusterSpec
 from atorch.cost import Cost, ModelProfile
-from atorch.distributed.mesh import AXES
+from atorch.cost.parallelism import AXES
 from atorch.errors import StrategyError
 from atorch.logs import logger
-from atorch.runtime.precision.fp8 import MIN_CAPABILITY, Backend, Fp8Recipe, Fp8Report, choose_backend, convert_linears
+from atorch.runtime.precision.fp8_recipe import MIN_CAPABILITY, Backend, Fp8Recipe, choose_backend
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from atorch.auto.context import Context
+    from atorch.runtime.precision.fp8 import Fp8Report
 
 
 @method("fp8", phase=Phase.MODULE)
@@ -124,6 +128,8 @@ class Fp8(Method):
 
     def _chosen(self, part: nn.Module) -> Iterable[str]:
         """Names of the nn.Linear layers that `include` and `exclude` select."""
+        from torch import nn
+
         for name, module in part.named_modules():
             included = self.include is None or any(substring in name for substring in self.include)
             excluded = self.exclude is not None and any(substring in name for substring in self.exclude)
@@ -131,6 +137,8 @@ class Fp8(Method):
                 yield name
 
     def apply(self, ctx: Context) -> Context:
+        from atorch.runtime.precision.fp8 import convert_linears
+
         mesh = ctx.mesh
         pipelined = mesh is not None and mesh.size("pipeline") > 1
         group = mesh.group(*(axis for axis in AXES if axis != "pipeline")) if mesh is not None and pipelined else None

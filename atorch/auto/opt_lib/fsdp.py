@@ -12,13 +12,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-import torch
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic.json_schema import SkipJsonSchema
-from torch import nn
 from typing_extensions import Self
 
-from atorch.auto.context import Context
 from atorch.auto.opt_lib.offload import Offload
 from atorch.auto.opt_lib.parallel_mode import size_of
 from atorch.auto.opt_lib.shared.model_requirements import (
@@ -29,24 +26,22 @@ from atorch.auto.opt_lib.shared.model_requirements import (
     need_real_parameters,
 )
 from atorch.auto.opt_lib.shared.optimizer_compatibility import need_same, state_bytes
-from atorch.auto.opt_lib.shared.precision import DTYPES, short_name
+from atorch.auto.opt_lib.shared.precision import short_name, torch_dtype
 from atorch.auto.strategy.method import Method, Phase, method
 from atorch.cluster.spec import ClusterSpec
-from atorch.compat.fsdp1_arguments import knobs_of, names_within, wrapped_names
 from atorch.cost import Cost, ModelProfile
 from atorch.cost.parallelism import REPLICA_AXES
 from atorch.cost.parallelism import shard as shard_cost
 from atorch.cost.state import reduce_once
-from atorch.distributed.host_memory import is_simulated, need_host_memory
 from atorch.errors import StrategyError
-from atorch.model.structure import find_modules, module_names
-from atorch.runtime.fsdp.groups import FsdpUnit, arrange, by_block, by_size, without_trainable
-from atorch.runtime.fsdp.shard import shard
-from atorch.runtime.fsdp.sharded_access import step_as_ordinary
 
 if TYPE_CHECKING:
+    from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    from atorch.auto.context import Context
+    from atorch.runtime.fsdp.groups import FsdpUnit
 
 SETTLED = ("auto_wrap_policy", "ignored_modules")
 KEEPING = ("SHARD_GRAD_OP", "_HYBRID_SHARD_ZERO2")
@@ -80,6 +75,8 @@ class MixedPrecision(BaseModel):
         """
         if not is_dataclass(value) or isinstance(value, type):
             return value
+        from torch import nn
+
         settings = {field.name: getattr(value, field.name) for field in fields(value)}
         if settings.pop("keep_low_precision_grads", False):
             raise ValueError("keep_low_precision_grads: FSDP2 keeps gradients in the parameters' type; leave it out")
@@ -95,9 +92,9 @@ class MixedPrecision(BaseModel):
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
         return MixedPrecisionPolicy(
-            param_dtype=self.param_dtype and DTYPES[self.param_dtype],
-            reduce_dtype=self.reduce_dtype and DTYPES[self.reduce_dtype],
-            output_dtype=self.output_dtype and DTYPES[self.output_dtype],
+            param_dtype=self.param_dtype and torch_dtype(self.param_dtype),
+            reduce_dtype=self.reduce_dtype and torch_dtype(self.reduce_dtype),
+            output_dtype=self.output_dtype and torch_dtype(self.output_dtype),
             cast_forward_inputs=self.cast_root_forward_inputs if root else self.cast_forward_inputs,
         )
 
@@ -108,7 +105,7 @@ class MixedPrecision(BaseModel):
         for module in model.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 if buffer.is_floating_point():
-                    module._buffers[name] = buffer.to(DTYPES[self.buffer_dtype])
+                    module._buffers[name] = buffer.to(torch_dtype(self.buffer_dtype))
 
 
 @method("fsdp", phase=Phase.SHARD, slot="data_parallel")
@@ -153,6 +150,9 @@ class Fsdp(Method):
     @classmethod
     def of(cls, config: Any = None) -> Self:
         """Accept FSDP1's constructor arguments, too, and `fsdp_wrap_params_outmost` for `wrap_trainable_outmost`."""
+        from atorch.compat.fsdp1_arguments import knobs_of
+        from atorch.model.structure import module_names
+
         if isinstance(config, Mapping):
             config = knobs_of(config, cls.name)
             if "fsdp_wrap_params_outmost" in config:
@@ -178,6 +178,8 @@ class Fsdp(Method):
 
     def settled(self, model: nn.Module) -> Self:
         """The method with names of the model's modules in place of a policy, modules and parameters."""
+        from atorch.compat.fsdp1_arguments import names_within, wrapped_names
+
         if self.auto_wrap_policy is None and not self.ignored_modules:
             return self
         ignored = (*self.atorch_ignored_cls, *names_within(model, self.ignored_modules))
@@ -195,6 +197,8 @@ class Fsdp(Method):
         return type(self)(**{**kept, **changed})
 
     def _named_as_ignored(self, model: nn.Module) -> list[nn.Module]:
+        from atorch.model.structure import find_modules
+
         parameters = dict(model.named_parameters(remove_duplicate=False))
         names = [name for name in self.atorch_ignored_cls if name not in parameters]
         return list(find_modules(model, names, f"{self.name} atorch_ignored_cls").values())
@@ -242,9 +246,9 @@ class Fsdp(Method):
         precision = self.mixed_precision or MixedPrecision()
         gathered = cost.param_itemsize if cost.dtype == "float32" else 2.0
         if precision.param_dtype is not None:
-            gathered = float(DTYPES[precision.param_dtype].itemsize)
+            gathered = _itemsize(precision.param_dtype)
         reduced = precision.reduce_dtype or precision.param_dtype
-        return gathered, 4.0 if reduced is None else float(DTYPES[reduced].itemsize)
+        return gathered, 4.0 if reduced is None else _itemsize(reduced)
 
     @classmethod
     def choices(cls, profile: ModelProfile, cluster: ClusterSpec) -> Iterable[Self]:
@@ -255,6 +259,8 @@ class Fsdp(Method):
         need_same(ctx, self.name, "sharded")
 
     def check(self, ctx: Context) -> None:
+        import torch
+
         settled = self.settled(ctx.root)
         if settled is not self:
             settled.check(ctx)
@@ -283,6 +289,11 @@ class Fsdp(Method):
         need_own_storage(ctx, self.name, lambda values: torch.chunk(values, 2), ignored)
 
     def apply(self, ctx: Context) -> Context:
+        from atorch.distributed.host_memory import is_simulated
+        from atorch.runtime.fsdp.groups import arrange
+        from atorch.runtime.fsdp.shard import shard
+        from atorch.runtime.fsdp.sharded_access import step_as_ordinary
+
         settled = self.settled(ctx.root)
         if settled is not self:
             return settled.apply(ctx)
@@ -315,7 +326,7 @@ class Fsdp(Method):
                 is_agreed=True,
             )
         if ctx.compute_dtype is None and precision.param_dtype is not None:
-            ctx = replace(ctx, compute_dtype=DTYPES[precision.param_dtype])
+            ctx = replace(ctx, compute_dtype=torch_dtype(precision.param_dtype))
         if (make := ctx.make_optimizer) is not None:
             ctx = replace(ctx, make_optimizer=lambda groups: step_as_ordinary(make(groups)))
         return replace(ctx, on_host=(*ctx.on_host, *on_host))
@@ -334,6 +345,9 @@ class Fsdp(Method):
         return mesh.joined_mesh(REPLICA_AXES)
 
     def _groups(self, part: nn.Module) -> list[FsdpUnit]:
+        from atorch.model.structure import find_modules
+        from atorch.runtime.fsdp.groups import FsdpUnit, by_block, by_size, without_trainable
+
         if self.atorch_wrap_cls:
             named = find_modules(part, self.atorch_wrap_cls, f"{self.name} atorch_wrap_cls")
             groups = [FsdpUnit((module,)) for module in named.values()]
@@ -350,8 +364,14 @@ class Fsdp(Method):
         return [*named, *(parameter for module in modules for parameter in module.parameters())]
 
 
+def _itemsize(dtype: str) -> float:
+    return 4.0 if dtype == "fp32" else 2.0
+
+
 def _need_host(ctx: Context, share: float, num_shards: int) -> None:
     """Check that host memory has room for shards of parameters, their gradients and optimizer states."""
+    from atorch.distributed.host_memory import need_host_memory
+
     parameters = [parameter for part in ctx.parts for parameter in part.parameters()]
     released = sum(parameter.nbytes for parameter in parameters if parameter.device.type == "cpu")
     states = state_bytes(ctx)

@@ -8,18 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from typing_extensions import Self
 
-from atorch.auto.context import Built, Context
 from atorch.auto.opt_lib.shared.optimizer_compatibility import need_no_closure
-from atorch.auto.opt_lib.shared.precision import DTYPES, NAMES, Precision, is_fp32, keeps_masters
+from atorch.auto.opt_lib.shared.precision import NAMES, Precision, is_fp32, keeps_masters, torch_dtype
 from atorch.auto.strategy.method import Phase, method
 from atorch.cluster.spec import ClusterSpec
 from atorch.cost import Cost, ModelProfile
-from atorch.distributed.collectives import synchronise
-from atorch.runtime.precision.amp import ScaledOptimizer, autocast_loss, scale_loss
-from atorch.runtime.precision.master_weights import cast_arguments, cast_inputs, to_half, with_master_weights
+
+if TYPE_CHECKING:
+    from atorch.auto.context import Built, Context
 
 
 @method("half", phase=Phase.PRECISION, slot="precision")
@@ -68,7 +68,11 @@ class Half(Precision):
 
     def apply(self, ctx: Context) -> Context:
         """Cast every part and the inputs, and let the optimizer step fp32 masters; with fp16, scale the loss."""
-        dtype, device = DTYPES[self.dtype], ctx.device
+        from atorch.distributed.collectives import synchronise
+        from atorch.runtime.precision.amp import ScaledOptimizer, autocast_loss, scale_loss
+        from atorch.runtime.precision.master_weights import cast_arguments, cast_inputs, to_half, with_master_weights
+
+        dtype, device = torch_dtype(self.dtype), ctx.device
         scale = self.make_scale()
         # Before rounding, since masters start from these values.
         synchronise([tensor for part in ctx.parts for tensor in (*part.parameters(), *part.buffers())])

@@ -16,28 +16,27 @@ import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any, Protocol, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, overload
 
-import torch
 from pydantic import field_validator
-from torch import nn
 from typing_extensions import Self
 
-from atorch.auto.context import Context
 from atorch.auto.opt_lib.shared.precision import compute_dtype
 from atorch.auto.strategy.method import Method, Phase, method
 from atorch.cluster.spec import ClusterSpec
 from atorch.cost import Cost, ModelProfile
 from atorch.errors import CapabilityError, StrategyError
 from atorch.logs import logger
-from atorch.model.module_swap import KeptModule, SwapReport, adopt_state, swap_candidates
 from atorch.registry import Registry
-from atorch.runtime.fused import fuse_cross_entropy, fuse_layer_norms, fuse_rms_norms
-from atorch.runtime.fused.attention import fuse_multihead_attention, use_sdpa
 
-ALL_DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
-C = TypeVar("C", bound=type[nn.Module])
+    from atorch.auto.context import Context
+    from atorch.model.module_swap import SwapReport
+
+C = TypeVar("C", bound="type[nn.Module]")
 
 
 class Replace(Protocol):
@@ -51,7 +50,7 @@ class Replacement:
     """One entry: the function, its compute dtypes, and `by_default` if it runs without being named."""
 
     replace: Replace
-    supported_dtypes: frozenset[torch.dtype] = ALL_DTYPES
+    supported_dtypes: frozenset[torch.dtype] | None = None  # None: fp32, fp16 and bf16
     by_default: bool = True
     takes_config: bool = False
     fuses_attention: bool = False
@@ -61,10 +60,16 @@ class Replacement:
 REPLACEMENTS: Registry[Replacement] = Registry("replacement")
 
 
+def all_dtypes() -> frozenset[torch.dtype]:
+    import torch
+
+    return frozenset({torch.float32, torch.float16, torch.bfloat16})
+
+
 @overload
 def register_replace_pair(
     pair_name: str,
-    supported_dtypes: Collection[torch.dtype] = ...,
+    supported_dtypes: Collection[torch.dtype] | None = ...,
     pair_cls: None = ...,
     *,
     match_subclasses: bool = ...,
@@ -73,7 +78,7 @@ def register_replace_pair(
 @overload
 def register_replace_pair(
     pair_name: str,
-    supported_dtypes: Collection[torch.dtype] = ...,
+    supported_dtypes: Collection[torch.dtype] | None = ...,
     *,
     pair_cls: tuple[type[nn.Module], type[nn.Module]],
     match_subclasses: bool = ...,
@@ -81,7 +86,7 @@ def register_replace_pair(
 ) -> None: ...
 def register_replace_pair(
     pair_name: str,
-    supported_dtypes: Collection[torch.dtype] = ALL_DTYPES,
+    supported_dtypes: Collection[torch.dtype] | None = None,
     pair_cls: tuple[type[nn.Module], type[nn.Module]] | None = None,
     *,
     match_subclasses: bool = False,
@@ -95,17 +100,19 @@ def register_replace_pair(
     and buffers with the name and shape of one of the source are then replaced by the source's own objects.
 
     Only modules of exactly the source class are replaced, with `match_subclasses` those of its subclasses too. The
-    model must compute in one of `supported_dtypes`.
+    model must compute in one of `supported_dtypes`, by default fp32, fp16 and bf16.
 
     Raises:
         StrategyError: the pair is invalid, or the replacement's constructor takes no `src_module`.
         ValueError: the name is taken.
     """
+    from torch import nn
+
     if pair_name in ("pairs", "verbose"):
         raise StrategyError(f"module_replace uses {pair_name!r} itself; give the pair another name")
-    dtypes = frozenset(supported_dtypes)
-    if not dtypes or not dtypes <= ALL_DTYPES:
-        allowed, requested = (", ".join(sorted(map(str, group))) for group in (ALL_DTYPES, dtypes))
+    dtypes = all_dtypes() if supported_dtypes is None else frozenset(supported_dtypes)
+    if not dtypes or not dtypes <= all_dtypes():
+        allowed, requested = (", ".join(sorted(map(str, group))) for group in (all_dtypes(), dtypes))
         raise StrategyError(f"replacement {pair_name!r} supports {requested or 'no dtype'}; give some of {allowed}")
 
     def add(source: type[nn.Module], target: type[nn.Module]) -> None:
@@ -134,6 +141,8 @@ def register_replace_pair(
 
 
 def _check_pair(name: str, source: Any, target: Any) -> None:
+    from torch import nn
+
     for cls in (source, target):
         if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
             raise StrategyError(f"replacement {name!r} has {cls!r}, which is not a module class")
@@ -155,6 +164,8 @@ class _ClassPair:
     kwargs: Mapping[str, Any]
 
     def __call__(self, model: nn.Module, device: torch.device, config: Mapping[str, Any]) -> SwapReport:
+        from atorch.model.module_swap import adopt_state, swap_candidates
+
         def build(name: str, module: nn.Module) -> nn.Module:
             made = self.target(src_module=module, **{**self.kwargs, **config})
             if module not in set(made.modules()):
@@ -169,21 +180,37 @@ class _ClassPair:
         return type(module) is self.source
 
 
-def _whole_model(function: Callable[[nn.Module], SwapReport]) -> Replace:
-    return lambda model, device, config: function(model)
+def _attention() -> Any:
+    from atorch.runtime.fused import attention
+
+    return attention
 
 
-def _on_device(function: Callable[[nn.Module, torch.device], SwapReport]) -> Replace:
-    return lambda model, device, config: function(model, device)
+def _fused() -> Any:
+    from atorch.runtime import fused
+
+    return fused
 
 
-REPLACEMENTS.add("attention_sdpa", Replacement(_whole_model(use_sdpa), fuses_attention=True))
-REPLACEMENTS.add("multihead_attention_sdpa", Replacement(_whole_model(fuse_multihead_attention), fuses_attention=True))
-REPLACEMENTS.add("rms_norm_fused", Replacement(_whole_model(fuse_rms_norms)))
-REPLACEMENTS.add("layer_norm_apex", Replacement(_on_device(fuse_layer_norms), package="apex.normalization"))
+REPLACEMENTS.add(
+    "attention_sdpa", Replacement(lambda model, device, config: _attention().use_sdpa(model), fuses_attention=True)
+)
+REPLACEMENTS.add(
+    "multihead_attention_sdpa",
+    Replacement(lambda model, device, config: _attention().fuse_multihead_attention(model), fuses_attention=True),
+)
+REPLACEMENTS.add("rms_norm_fused", Replacement(lambda model, device, config: _fused().fuse_rms_norms(model)))
+REPLACEMENTS.add(
+    "layer_norm_apex",
+    Replacement(lambda model, device, config: _fused().fuse_layer_norms(model, device), package="apex.normalization"),
+)
 REPLACEMENTS.add(
     "cross_entropy_liger",
-    Replacement(_on_device(fuse_cross_entropy), by_default=False, package="liger_kernel.transformers.cross_entropy"),
+    Replacement(
+        lambda model, device, config: _fused().fuse_cross_entropy(model, device),
+        by_default=False,
+        package="liger_kernel.transformers.cross_entropy",
+    ),
 )
 
 
@@ -245,6 +272,8 @@ class ModuleReplace(Method):
             yield cls()
 
     def apply(self, ctx: Context) -> Context:
+        import torch
+
         replaced = 0
         for part in ctx.parts:
             param_dtype = next((p.dtype for p in part.parameters() if p.is_floating_point()), torch.float32)
@@ -265,8 +294,10 @@ class ModuleReplace(Method):
         return list(self.pairs)
 
     def _replace(self, name: str, part: torch.nn.Module, device: torch.device, dtype: torch.dtype) -> SwapReport:
+        from atorch.model.module_swap import KeptModule, SwapReport
+
         replacement = REPLACEMENTS[name]
-        if dtype not in replacement.supported_dtypes:
+        if dtype not in (replacement.supported_dtypes or all_dtypes()):
             return SwapReport(
                 kept=(KeptModule("every module", f"{name} does not support {dtype}, which the model runs in"),)
             )

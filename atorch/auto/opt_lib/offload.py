@@ -11,22 +11,20 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import Field, model_validator
 from typing_extensions import Self
 
-from atorch.auto.context import Context
 from atorch.auto.opt_lib.shared.optimizer_compatibility import need_no_closure, state_bytes
 from atorch.auto.strategy.method import Method, Phase, method
 from atorch.cluster.spec import ClusterSpec
 from atorch.cost import Cost, ModelProfile
-from atorch.distributed.host_memory import is_simulated, need_host_memory
 from atorch.errors import ArgumentError, StrategyError
-from atorch.model.structure import repeated_blocks
-from atorch.runtime.memory.offload import HostOptimizer, host_bytes
-from atorch.runtime.memory.offload_activations import SMALL_BYTES, num_offloaded, offload_activations
-from atorch.runtime.optimizer.user_optimizer import materialized
+
+if TYPE_CHECKING:
+    from atorch.auto.context import Context
+    from atorch.runtime.memory.offload import HostOptimizer
 
 OffloadFraction = Annotated[float, Field(ge=0, le=1)]
 
@@ -105,6 +103,9 @@ class Offload(Method):
         yield cls(parameters=1.0, activations=1.0)
 
     def check(self, ctx: Context) -> None:
+        from atorch.model.structure import repeated_blocks
+        from atorch.runtime.memory.offload_activations import num_offloaded
+
         strategy = ctx.strategy
         if self.optimizer and ctx.make_optimizer is None:
             raise StrategyError("offload was given optimizer, but there is none; give optim_func, or set it to 0")
@@ -137,6 +138,10 @@ class Offload(Method):
 
     def apply(self, ctx: Context) -> Context:
         """Save activations of blocks on the host, and step the optimizer there; fsdp has placed the parameters."""
+        from atorch.distributed.host_memory import is_simulated, need_host_memory
+        from atorch.runtime.memory.offload import HostOptimizer, host_bytes
+        from atorch.runtime.optimizer.user_optimizer import materialized
+
         self.check(ctx)
         inner, on_host, values = ctx.make_optimizer, ctx.on_host, ctx.unrounded
         if not any(other.places_states for other in ctx.strategy):  # else it has moved activations already
@@ -164,6 +169,9 @@ class Offload(Method):
         Raises:
             StrategyError: the share is less than one block.
         """
+        from atorch.model.structure import repeated_blocks
+        from atorch.runtime.memory.offload_activations import SMALL_BYTES, offload_activations
+
         if not self.activations:
             return ctx
         blocks = [block for part in ctx.parts for block in repeated_blocks(part).values()]

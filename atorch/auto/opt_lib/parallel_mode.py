@@ -9,19 +9,21 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import field_validator
 from typing_extensions import Self
 
-from atorch.auto.context import Context
 from atorch.auto.opt_lib.shared.model_requirements import indivisible, uncuttable
 from atorch.auto.strategy.method import Method, Phase, method
 from atorch.cluster.spec import ClusterSpec
 from atorch.cost import Cost, ModelProfile
+from atorch.cost.parallelism import AXES, AXIS_ALIASES, BATCH_AXES
 from atorch.cost.state import Comm
-from atorch.distributed.mesh import AXES, AXIS_ALIASES, BATCH_AXES, Mesh, set_current
 from atorch.errors import StrategyError, near_miss
+
+if TYPE_CHECKING:
+    from atorch.auto.context import Context
 
 SHORTEST = 1024
 """The fewest tokens of a sequence per rank of context: attention over fewer does not hide a hop of the ring."""
@@ -133,6 +135,8 @@ class ParallelMode(Method):
                 yield cls(slices=slices)
 
     def apply(self, ctx: Context) -> Context:
+        from atorch.distributed.mesh import Mesh, set_current
+
         mesh = Mesh(self.slices, self.rank_order, ctx.device.type, ctx.world.timeout)
         if ctx.mesh is not None and ctx.mesh.layout() == mesh.layout():
             mesh = ctx.mesh

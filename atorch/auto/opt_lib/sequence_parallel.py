@@ -12,11 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from typing_extensions import Self
 
-from atorch.auto.context import Context
 from atorch.auto.opt_lib.shared.model_requirements import (
     has_compiled_loss,
     indivisible,
@@ -28,12 +27,11 @@ from atorch.auto.strategy.method import Method, Phase, method
 from atorch.cluster.spec import ClusterSpec
 from atorch.cost import Cost, ModelProfile
 from atorch.cost.parallelism import split_sequence, whole_outside
-from atorch.distributed.collectives import all_or_none
-from atorch.distributed.rng import share_random_state
 from atorch.errors import StrategyError
-from atorch.runtime.precision.fp8 import without_fp8
-from atorch.runtime.sequence_parallel import TokenPartition, Ulysses, check_tokens, split_between, split_stream
-from atorch.runtime.tensor_parallel import ModelLayout
+
+if TYPE_CHECKING:
+    from atorch.auto.context import Context
+    from atorch.runtime.tensor_parallel import ModelLayout
 
 
 @method("sequence_parallel", phase=Phase.TENSOR)
@@ -89,6 +87,11 @@ class SequenceParallel(Method):
             StrategyError: a block cannot be split; names the module that prevents it. The model is unchanged.
             ArgumentError: there is no sample batch.
         """
+        from atorch.distributed.collectives import all_or_none
+        from atorch.distributed.rng import share_random_state
+        from atorch.runtime.precision.fp8 import without_fp8
+        from atorch.runtime.sequence_parallel import TokenPartition, Ulysses, check_tokens, split_stream
+
         mesh = ctx.need_mesh()
         self.check(ctx)
         if self.mode == "megatron":
@@ -113,6 +116,8 @@ class SequenceParallel(Method):
         Raises:
             StrategyError: a block does not compute the same.
         """
+        from atorch.runtime.sequence_parallel import split_between
+
         if self.mode == "megatron":
             (model,) = ctx.parts
             split_between(model, layout.blocks, on_samples(ctx, self.name), ctx.need_mesh().group("tensor"))

@@ -10,14 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-import torch
 from pydantic import Field, TypeAdapter, ValidationError, model_validator
-from torch import nn
 from typing_extensions import Self
 
-from atorch.auto.context import Context
 from atorch.auto.opt_lib.fsdp import Fsdp
 from atorch.auto.opt_lib.parallel_mode import size_of
 from atorch.auto.opt_lib.sequence_parallel import SequenceParallel
@@ -28,16 +25,15 @@ from atorch.auto.strategy.method import Method, Phase, method
 from atorch.cluster.spec import ClusterSpec
 from atorch.cost import Cost, ModelProfile
 from atorch.cost.parallelism import split_tensor
-from atorch.distributed.collectives import from_rank_zero
-from atorch.distributed.rng import preserved_rng, share_random_state
 from atorch.errors import StrategyError, shown
 from atorch.logs import logger
-from atorch.model.copy import copy_structure, lazy_copy
-from atorch.model.meta_device import has_meta
-from atorch.model.structure import extended_to_all, num_repeats, repeated_blocks, shorten
-from atorch.runtime.precision.fp8 import log_indivisible_parts, without_fp8
-from atorch.runtime.tensor_parallel import apply_layout, derive_layout, tensor_parallel
-from atorch.runtime.tensor_parallel.model_layout import ModelLayout, why_not_of
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from atorch.auto.context import Context
+    from atorch.runtime.tensor_parallel.model_layout import ModelLayout
 
 FEW = 2  # blocks, the fewest that show repetition
 LAYOUT_KEY = "tensor_layout"
@@ -116,6 +112,11 @@ class TensorParallel(Method):
                 plan, parameter_bytes is too small, or nothing can be split. The model is unchanged.
             ArgumentError: there is no sample batch.
         """
+        from atorch.distributed.collectives import from_rank_zero
+        from atorch.distributed.rng import share_random_state
+        from atorch.runtime.precision.fp8 import log_indivisible_parts, without_fp8
+        from atorch.runtime.tensor_parallel import apply_layout
+
         mesh, strategy = ctx.need_mesh(), ctx.strategy
         if mesh.size("tensor") == 1:
             return ctx
@@ -142,6 +143,9 @@ class TensorParallel(Method):
 
     def _split(self, ctx: Context, model: nn.Module, **how: Any) -> ModelLayout:
         """Derive a layout, and split the model by it."""
+        from atorch.model.meta_device import has_meta
+        from atorch.runtime.tensor_parallel import apply_layout, tensor_parallel
+
         run, tensor = on_few_tokens(ctx, self.name), ctx.need_mesh().device_mesh("tensor")
         watched = self._few_blocks_of(model, ctx.device) if has_meta([model]) else model
         layout = tensor_parallel(watched, run, tensor, **self._plan_knobs, **how, is_agreed=True)
@@ -156,6 +160,12 @@ class TensorParallel(Method):
 
         It has all blocks if they are of several kinds, or if `parameter_bytes` is set, which concerns all of them.
         """
+        import torch
+
+        from atorch.distributed.rng import preserved_rng
+        from atorch.model.copy import copy_structure, lazy_copy
+        from atorch.model.structure import num_repeats, shorten
+
         copied = copy_structure(model, lambda tensor: tensor)
         if self.parameter_bytes is None and (num_repeats(copied) or 0) > FEW:
             shorten(copied, FEW)
@@ -164,6 +174,8 @@ class TensorParallel(Method):
             return lazy_copy(copied, device)
 
     def _of_all_blocks(self, layout: ModelLayout, few: nn.Module, model: nn.Module) -> ModelLayout:
+        from atorch.model.structure import extended_to_all, repeated_blocks
+
         of_few = written(layout, self._plan_knobs)
         kept = extended_to_all(of_few, list(repeated_blocks(few)), list(repeated_blocks(model)))
         full = read_layout(kept, model, layout.degree, self._plan_knobs)
@@ -186,6 +198,9 @@ class TensorParallel(Method):
         return layout
 
     def trace_metadata(self, ctx: Context, axes: Mapping[str, int]) -> Mapping[str, Any]:
+        from atorch.runtime.precision.fp8 import without_fp8
+        from atorch.runtime.tensor_parallel import derive_layout
+
         degree = axes.get("tensor", 1)
         if degree == 1:
             return {}
@@ -218,6 +233,8 @@ def written(layout: ModelLayout, asked: Mapping[str, Any]) -> dict[str, Any]:
 
 def read_layout(kept: Any, model: nn.Module, degree: int, asked: Mapping[str, Any]) -> ModelLayout | str:
     """The layout in `kept`, or the reason why it does not fit the model, the knobs or the number of processes."""
+    from atorch.runtime.tensor_parallel.model_layout import why_not_of
+
     if not isinstance(kept, Mapping) or any(kept.get(name) != value for name, value in asked.items()):
         return f"it was derived by another {' or '.join(asked)}"
     try:
@@ -229,4 +246,6 @@ def read_layout(kept: Any, model: nn.Module, degree: int, asked: Mapping[str, An
 
 
 def _adapter() -> TypeAdapter[ModelLayout]:
+    from atorch.runtime.tensor_parallel.model_layout import ModelLayout
+
     return TypeAdapter(ModelLayout)

@@ -10,11 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from typing_extensions import Self
 
-from atorch.auto.context import Context
 from atorch.auto.opt_lib.ddp import averages_before_steps, looks_for_unused
 from atorch.auto.opt_lib.shared.backends import check, deepspeed, fairscale_states, in_pipeline, named
 from atorch.auto.opt_lib.shared.optimizer_compatibility import need_same, replicas
@@ -24,8 +23,9 @@ from atorch.compat import need_backend
 from atorch.cost import Cost, ModelProfile
 from atorch.cost.parallelism import REPLICA_AXES, shard_optimizer, share_buffers
 from atorch.cost.state import in_buckets
-from atorch.runtime.data_parallel.replicate import replicate
-from atorch.runtime.data_parallel.zero1 import ShardedOptimizer
+
+if TYPE_CHECKING:
+    from atorch.auto.context import Context
 
 
 @method("zero1", phase=Phase.SHARD, slot="data_parallel")
@@ -43,7 +43,8 @@ class Zero1(Method):
         return super().of(named(cls.name, config, {"use_ds_zero": "deepspeed"}))
 
     def unmet(self, cluster: ClusterSpec) -> str | None:
-        need_backend(self.backend)
+        if self.backend != "torch":
+            need_backend(self.backend)
         return None
 
     @property
@@ -74,6 +75,9 @@ class Zero1(Method):
 
     def apply(self, ctx: Context) -> Context:
         """Wrap every part as ddp does, and the optimizer; DeepSpeed wraps both once they are built."""
+        from atorch.runtime.data_parallel.replicate import replicate
+        from atorch.runtime.data_parallel.zero1 import ShardedOptimizer
+
         self.check(ctx)
         if self.backend == "deepspeed":
             if in_pipeline(ctx.strategy):

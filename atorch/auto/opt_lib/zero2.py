@@ -8,12 +8,11 @@ one process.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import model_validator
 from typing_extensions import Self
 
-from atorch.auto.context import Context
 from atorch.auto.opt_lib.fsdp import Fsdp
 from atorch.auto.opt_lib.shared.backends import check, deepspeed, fairscale_gradients, named, needed_optimizer
 from atorch.auto.opt_lib.shared.model_requirements import need_dense_gradients
@@ -23,6 +22,9 @@ from atorch.cluster.spec import ClusterSpec
 from atorch.compat import need_backend
 from atorch.cost import Cost
 from atorch.cost.parallelism import REPLICA_AXES, shard_optimizer
+
+if TYPE_CHECKING:
+    from atorch.auto.context import Context
 
 
 @method("zero2", phase=Phase.SHARD, slot="data_parallel")

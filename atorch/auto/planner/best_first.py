@@ -40,7 +40,7 @@ class BestFound:
     @property
     def least_s(self) -> float:
         """Seconds of the fastest that fits; infinite if none does."""
-        return float(self.columns.step_s[self.columns.fits].min(initial=math.inf))
+        return min((self.columns.step_s[row] for row in self.columns.fitting), default=math.inf)
 
 
 def best_first(
@@ -155,8 +155,7 @@ class _Search:
         """Score the compositions that miss by least, from the branches put aside."""
         self._looks = min(self._looks, (PATIENCE - 1) * self.most_looks)
         while self._aside and not self._is_over():
-            missed = self.columns.short_bytes
-            if len(missed) and self._aside[0][0] >= missed.min():
+            if self._aside[0][0] >= self.columns.least_short:
                 return
             short, _, node, part = heapq.heappop(self._aside)
             assert part is not None, "what is short is known of parts alone"

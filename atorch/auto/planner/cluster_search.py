@@ -27,7 +27,7 @@ from atorch.auto.planner.space import MESH, Space, plannable
 from atorch.auto.strategy import Method, Strategy
 from atorch.cluster.spec import ClusterSpec
 from atorch.cost import Cost, ModelProfile, StepTimes, plain_cost
-from atorch.distributed.mesh import AXES
+from atorch.cost.parallelism import AXES
 from atorch.errors import NoFeasiblePlanError, StrategyError
 from atorch.units import format_bytes, format_seconds
 
@@ -117,7 +117,7 @@ def beside_experts(job: PlanJob, plan: ClusterPlan) -> Iterator[str]:
 class _Question(PlanJob):
     def fits(self) -> bool:
         try:
-            return bool(self.found(self.space(), nearest=False, most=1).columns.fits.any())
+            return bool(self.found(self.space(), nearest=False, most=1).columns.fitting)
         except StrategyError:
             return False
 
@@ -173,7 +173,7 @@ def _searched(question: _Question, **wanted: Any) -> _Search:
     limit_s = math.inf if plain is None else plain[2].least_s / (1 + WORTH)
     space = question.space()
     found = question.found(space, limit_s=limit_s, **wanted)
-    return plain if plain is not None and not found.columns.fits.any() else (question, space, found)
+    return plain if plain is not None and not found.columns.fitting else (question, space, found)
 
 
 def _without_host(question: _Question, wanted: Mapping[str, Any]) -> _Search | None:
@@ -181,7 +181,7 @@ def _without_host(question: _Question, wanted: Mapping[str, Any]) -> _Search | N
         plain = _searched(question.but(host_memory=False), **{**wanted, "nearest": False})
     except StrategyError:
         return None
-    return plain if plain[2].columns.fits.any() else None
+    return plain if plain[2].columns.fitting else None
 
 
 def _plan(
@@ -230,7 +230,7 @@ def _rejected(question: _Question, space: Space, columns: CandidateTable, chosen
     """The fastest compositions that each limit rejects, the fastest with each unchosen method, and unmet methods."""
     why, shown = columns.why(), Counter[str]()
     covered = {method.name for method in columns.methods[chosen]}
-    for row in columns.step_s.argsort(kind="stable").tolist():
+    for row in sorted(range(len(columns)), key=columns.step_s.__getitem__):
         names = {method.name for method in columns.methods[row]}
         if why[row] and shown[why[row]] < EXAMPLES:
             shown[why[row]] += 1
@@ -325,7 +325,7 @@ def _nothing_fits(question: _Question, space: Space, best: BestFound) -> Strateg
     if not len(columns):
         reasons = "; ".join(reason for reason, _ in space.refused.most_common(3))
         return StrategyError(f"no legal composition is left: {reasons or 'exclude fewer methods'}")
-    row = int(columns.short_bytes.argmin())
+    row = columns.nearest(1)[0]
     rejected, helps = _too_large(question, columns, row), remedies(question, _Question.fits)
     advice = f"What would make it fit: {'; or '.join(helps)}" if helps else "Use a smaller model, or larger devices"
     cluster, batch = question.cluster, question.global_batch
@@ -333,5 +333,5 @@ def _nothing_fits(question: _Question, space: Space, best: BestFound) -> Strateg
     return NoFeasiblePlanError(
         f"nothing fits on {cluster.world_size} × {cluster.device.name} with {usable} usable each and a global batch of "
         f"{batch}. The nearest miss, {rejected.strategy}, {rejected.reason}. {advice}",
-        [json_data(rejected) | {"short_bytes": float(columns.short_bytes[row]), "remedies": list(helps)}],
+        [json_data(rejected) | {"short_bytes": columns.short_bytes[row], "remedies": list(helps)}],
     )

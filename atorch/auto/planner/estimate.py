@@ -209,7 +209,7 @@ class EstimateUncertainty:
         return slower, spread
 
     def _expected_s(self, columns: CandidateTable, row: int) -> float:
-        return self._uncertainty.expected(float(columns.step_s[row]), self.shares(columns.methods[row]))
+        return self._uncertainty.expected(columns.step_s[row], self.shares(columns.methods[row]))
 
 
 def _near(columns: CandidateTable) -> list[int]:

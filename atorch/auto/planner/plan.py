@@ -5,7 +5,7 @@ A `ClusterPlan` is for a cluster that need not be present: it adds near ties, co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal
@@ -220,8 +220,8 @@ class ClusterPlan(Plan):
             {
                 "strategy": [str(method) for method in table.methods[row]],
                 "load_strategy": _load_strategy(Strategy(table.methods[row])),
-                "step_s": float(table.step_s[row]),
-                "peak_bytes": float(table.peak_bytes[row]),
+                "step_s": table.step_s[row],
+                "peak_bytes": table.peak_bytes[row],
             }
             for row in table.pareto()
         ]
@@ -260,9 +260,9 @@ def candidate_data(columns: CandidateTable) -> dict[str, Any]:
         "peak_bytes": _rounded(columns.peak_bytes),
         "label": columns.labels(),
         "why": columns.why(),
-        "memory": {name: _rounded(columns.memory[:, index]) for index, name in enumerate(CATEGORIES)},
+        "memory": {name: _rounded(columns.memory(index)) for index, name in enumerate(CATEGORIES)},
     }
 
 
-def _rounded(values: Any) -> list[float]:
-    return [float(f"{value:.{DIGITS}g}") for value in values.tolist()]
+def _rounded(values: Iterable[float]) -> list[float]:
+    return [float(f"{value:.{DIGITS}g}") for value in values]

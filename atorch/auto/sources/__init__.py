@@ -20,13 +20,14 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os import PathLike, fspath
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from atorch.auto.sources import config, shapes
+from atorch.cost.transformer import TransformerShape
 from atorch.errors import ArgumentError, AtorchError, near_miss, shown
 from atorch.logs import logger
 
@@ -79,8 +80,8 @@ def source_of(named: str | None, path: Path | None, shape: ShapeOptions, request
 
 
 def is_source(model: object) -> bool:
-    """True for the name of a source, for a config of transformers, and for None, which stands for the catalogue."""
-    return model is None or isinstance(model, (str, PathLike)) or hasattr(type(model), "model_type")
+    """True for the name of a source, a shape, a config of transformers, and None, which stands for the catalogue."""
+    return model is None or isinstance(model, (str, PathLike, TransformerShape)) or hasattr(type(model), "model_type")
 
 
 def plan_of(model: Any, positional: Sequence[Any], cluster: Any, keywords: Mapping[str, Any]) -> ClusterPlan:
@@ -89,7 +90,7 @@ def plan_of(model: Any, positional: Sequence[Any], cluster: Any, keywords: Mappi
     Raises:
         ArgumentError: an unknown or invalid argument, or there is no such file or job.
     """
-    from atorch.auto.arguments import meant, positioned
+    from atorch.auto.argument_names import meant, positioned
     from atorch.auto.plan_for_cluster import cluster_of, plan_for
     from atorch.auto.planner.request import PLAN_OPTIONS, PlanRequest
     from atorch.auto.solve import solved
@@ -106,8 +107,9 @@ def plan_of(model: Any, positional: Sequence[Any], cluster: Any, keywords: Mappi
     request = PlanRequest(**options)  # before the model is read, which may take minutes
 
     def source(request: PlanRequest) -> JobSource:
-        is_named = isinstance(model, (str, PathLike))
-        return _of_name(fspath(model), request) if is_named else _of_config(model, request)
+        if isinstance(model, TransformerShape):
+            return _of_transformer("a transformer", request, lambda seq: replace(model, seq_len=seq or model.seq_len))
+        return _of_name(fspath(model), request) if isinstance(model, (str, PathLike)) else _of_config(model, request)
 
     if (what == "model") != (model is None):
         raise ArgumentError(
@@ -207,17 +209,24 @@ def _of_shape(shape: ShapeOptions, request: PlanRequest) -> JobSource:
 def _of_facts(
     facts: Mapping[str, Any], title: str, request: PlanRequest, default_seq: int | None = DEFAULT_SEQ
 ) -> JobSource:
-    """A decoder in closed form, in fp32 as precision methods expect it unless the request says otherwise."""
-
-    def subject(seq: int | None, cluster: ClusterSpec) -> Subject:
-        from atorch.auto.plan_for_cluster import Subject
-
+    def shape(seq: int | None) -> TransformerShape:
         length = seq or default_seq
         if length is None:
             raise ArgumentError("a shape says nothing of the length of a sample; give --seq")
         if seq is None:
             logger.warning("--seq is not given: %s tokens a sample", f"{length:,}")
-        return Subject(shapes.profile_of(shapes.shape_of(facts, length), request, cluster.device))
+        return shapes.shape_of(facts, length)
+
+    return _of_transformer(title, request, shape)
+
+
+def _of_transformer(title: str, request: PlanRequest, shape: Callable[[int | None], TransformerShape]) -> JobSource:
+    """A decoder in closed form, in fp32 as precision methods expect it unless the request says otherwise."""
+
+    def subject(seq: int | None, cluster: ClusterSpec) -> Subject:
+        from atorch.auto.plan_for_cluster import Subject
+
+        return Subject(shapes.profile_of(shape(seq), request, cluster.device))
 
     recipe = ", ".join(name if value is True else f"{name} {value}" for name, value in request.recipe.items())
     return JobSource(f"{title}, {recipe}" if recipe else title, True, subject)

@@ -44,13 +44,17 @@ def known(named: str) -> ShapeFacts | None:
     return next((facts for name, facts in catalogue().items() if name.lower() == named.lower()), None)
 
 
+def alike(named: str) -> str:
+    """A question for ids of public models like this one; empty if there are none."""
+    ends = {name.lower().rpartition("/")[2]: name for name in catalogue()}
+    near = difflib.get_close_matches(named.lower().rpartition("/")[2], ends, n=3)
+    return f"did you mean {' or '.join(ends[end] for end in near)}? Else " if near else ""
+
+
 def instead(named: str) -> str:
     """The end of an error about an id that is not known: ids like it, and how to give the shape."""
-    ends = {name.lower().rpartition("/")[2]: name for name in catalogue()}
-    alike = difflib.get_close_matches(named.lower().rpartition("/")[2], ends, n=3)
-    words = f"did you mean {' or '.join(ends[end] for end in alike)}? Else " if alike else ""
     return (
-        f"{words}give a config.json, a folder that has one, a job FILE.py:NAME, or the model's shape: --layers, "
+        f"{alike(named)}give a config.json, a folder that has one, a job FILE.py:NAME, or the model's shape: --layers, "
         "--hidden, --heads, --kv-heads, --head-dim, --ffn, --vocab, --tied"
     )
 

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map_only
 
+from atorch.cost.profile import LEAST_ROWS, LOGIT_CHUNKS
 from atorch.logs import say_once
 from atorch.model.wrapper import override
 from atorch.runtime.gradients.backward import refuse_second_order
@@ -322,7 +323,7 @@ def _lazy(original: Callable[..., Tensor], chunk: int | None, without_gradients:
         if torch.compiler.is_compiling() or _is_special(self, input):
             return original(self, input)
         rows = input.numel() // max(1, input.shape[-1])
-        max_rows = chunk or max(LEAST, -(-rows // SHARES))
+        max_rows = chunk or max(LEAST_ROWS, -(-rows // LOGIT_CHUNKS))
         if rows <= max_rows or not (without_gradients or torch.is_grad_enabled()):
             return original(self, input)
         return lazy_logits(input, self.weight, self.bias, max_rows)
@@ -341,10 +342,6 @@ def _is_special(head: Any, input: Tensor) -> bool:
     )
 
 
-SHARES = 16
-"""Chunks that all rows are cut into by default."""
-LEAST = 128
-"""Minimum rows of a chunk by default, so that products stay fast."""
 _BACKWARDS = frozenset((Tensor.backward, torch.autograd.backward))
 _LOG_SOFTMAX = frozenset((F.log_softmax, torch.log_softmax, Tensor.log_softmax))
 _OF_ROWS = frozenset((Tensor.contiguous, Tensor.clone, torch.clone, Tensor.detach, torch.detach))

@@ -42,13 +42,13 @@ def apply(config: Any) -> Any:
 
 
 def test_hardware_and_packages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("atorch.runtime.precision.fp8.find_spec", lambda name: object())
+    monkeypatch.setattr("atorch.runtime.precision.fp8_recipe.find_spec", lambda name: object())
     assert Fp8().unmet(cluster("cuda", (8, 0))) == "fp8 needs compute capability 8.9; this is 8.0"
     assert Fp8().unmet(cluster("cuda", (9, 0))) is None
     assert "this is cpu" in (Fp8().unmet(cluster("cpu")) or "")
     assert Fp8(emulate=True).unmet(cluster("cpu")) is None
     assert Fp8(emulate=True).unmet(cluster("cuda", (8, 0))) is None
-    monkeypatch.setattr("atorch.runtime.precision.fp8.find_spec", lambda name: None)
+    monkeypatch.setattr("atorch.runtime.precision.fp8_recipe.find_spec", lambda name: None)
     with pytest.raises(CapabilityError, match="pip install"):
         Fp8(backend="te").unmet(cluster("cuda", (9, 0)))
     with pytest.raises(StrategyError, match="only torchao emulates"):

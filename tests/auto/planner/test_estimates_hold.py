@@ -310,7 +310,7 @@ def best_seconds(job: Drawn, cluster: ClusterSpec) -> float | None:
         nearest=False,
     ).columns
     rows = found.fastest(1)
-    return float(found.step_s[rows[0]]) if rows else None
+    return found.step_s[rows[0]] if rows else None
 
 
 @searches

@@ -15,14 +15,13 @@ import torch
 from torch import nn
 
 from atorch.auto.opt_lib.shared.defaults import complete
-from atorch.auto.planner import dry_run, search
 from atorch.auto.planner.dry_runs import trial as trials
 from atorch.auto.planner.dry_runs.dry_run_loop import MAX_RUNS, relative_time
 from atorch.auto.planner.dry_runs.fault_barrier import Coordinator
 from atorch.auto.planner.dry_runs.step_timing import measure
 from atorch.auto.planner.dry_runs.trial import Feed, Trial, candidate
 from atorch.auto.planner.estimate import RESERVE
-from atorch.auto.planner.planner import starting_point
+from atorch.auto.planner.planner import dry_run, search, starting_point
 from atorch.auto.planner.ranking import Wanted, ranked
 from atorch.auto.reference_step import ReferenceStep
 from atorch.auto.strategy import Strategy

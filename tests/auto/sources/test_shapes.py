@@ -13,7 +13,7 @@ from atorch.auto.sources import shapes, source_of
 from atorch.cluster.spec import ClusterSpec
 from atorch.cost import peak_memory, plain_cost
 from atorch.cost.adapted_profile import ALL_LINEAR, NF4_ITEMSIZE
-from atorch.cost.transformer import transformer_profile
+from atorch.cost.transformer import TransformerShape, transformer_profile
 from atorch.errors import ArgumentError, StrategyError
 
 GPU = ClusterSpec.load("1xH100-80GB")
@@ -198,3 +198,30 @@ def test_models_that_have_weights_and_optimizers_of_their_own_take_none():
 def test_an_unknown_name_is_told_near_ones():
     with pytest.raises(ArgumentError, match=r"did you mean .*Qwen/Qwen3-8B.* Else give a config.json, .* --layers"):
         source_of("unsloth/Qwen3-8b-bnb", None, {}, PlanRequest())
+
+
+def test_a_shape_of_ones_own_is_planned_as_that_of_the_catalogue(tmp_path):
+    own = TransformerShape(**shapes.known(QWEN), seq_len=512)
+    mine = atorch.plan(own, cluster="1x3090", verify=0, lora=8)
+    assert mine.estimate == atorch.plan(QWEN, cluster="1x3090", verify=0, lora=8, seq=512).estimate
+    assert atorch.plan(own, cluster="1x3090", verify=0, lora=8, seq=1024).estimate.step_s > mine.estimate.step_s
+    assert re.fullmatch(r"<ClusterPlan .+, [\d.]+ m?s a step, [\d.]+ GiB a device>", repr(mine))
+    assert mine._repr_html_().startswith("<table>")
+    mine.save_html(tmp_path / "plan.html", "mine")
+    assert "<h1>mine</h1>" in (tmp_path / "plan.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layers": 0}, "layers of a transformer is 0; it is a whole number from 1 to 10,000"),
+        ({"hidden": 64.0}, "hidden of a transformer is 64.0"),
+        ({"kv_heads": 3}, "each divides the one before it"),
+        ({"heads": 7}, "each divides the one before it"),
+    ],
+)
+def test_an_impossible_shape_is_refused(changes, message):
+    sizes = {"layers": 2, "hidden": 64, "heads": 4, "ffn": 128, "vocab": 100, "seq_len": 16}
+    assert TransformerShape(**sizes).head_dim == 16
+    with pytest.raises(ArgumentError, match=message):
+        TransformerShape(**{**sizes, **changes})

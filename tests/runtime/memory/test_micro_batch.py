@@ -12,11 +12,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from atorch.auto.opt_lib.micro_batch import MicroBatched
 from atorch.errors import ArgumentError, StrategyError
 from atorch.runtime.data_parallel.replicate import replicate
 from atorch.runtime.fsdp.groups import FsdpUnit
 from atorch.runtime.fsdp.shard import shard
+from atorch.runtime.gradients.micro_batched import MicroBatched
 from atorch.runtime.precision.amp import LossScale, ScaledOptimizer, scale_loss
 from tests.pool import on_ranks
 from tests.runtime.sharing import Residual

@@ -16,7 +16,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from atorch.errors import CapabilityError, StrategyError
-from atorch.runtime.precision.fp8 import Fp8Recipe, choose_backend, convert_linears, without_fp8
+from atorch.runtime.precision.fp8 import convert_linears, without_fp8
+from atorch.runtime.precision.fp8_recipe import Fp8Recipe, choose_backend
 
 CUDA = torch.device("cuda")
 
@@ -157,13 +158,13 @@ class TestArguments:
             choose_backend(backend, Fp8Recipe(**recipe), emulate, device)
 
     def test_a_missing_package_is_named_with_its_extra(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("atorch.runtime.precision.fp8.find_spec", lambda name: None)
+        monkeypatch.setattr("atorch.runtime.precision.fp8_recipe.find_spec", lambda name: None)
         for backend, package in (("te", "transformer_engine"), ("torchao", "torchao"), ("auto", "torchao")):
             with pytest.raises(CapabilityError, match=rf"{package}.*pip install"):
                 choose_backend(backend, Fp8Recipe(), None, "cuda")
 
     def test_auto_prefers_te_on_cuda(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("atorch.runtime.precision.fp8.find_spec", lambda name: object())
+        monkeypatch.setattr("atorch.runtime.precision.fp8_recipe.find_spec", lambda name: object())
         assert choose_backend("auto", Fp8Recipe(), None, "cuda") == "te"
         assert choose_backend("auto", Fp8Recipe(margin=1), None, "cuda") == "te"
         assert choose_backend("auto", Fp8Recipe(), True, "cuda") == "torchao"

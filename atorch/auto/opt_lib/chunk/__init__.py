@@ -12,15 +12,11 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-import torch
 from pydantic import Field, model_validator
-from torch import nn
 from typing_extensions import Self
 
-from atorch.auto.context import Context
-from atorch.auto.opt_lib.chunk.trace import trace_pass
 from atorch.auto.opt_lib.compile import Compile
 from atorch.auto.opt_lib.micro_batch import MicroBatch
 from atorch.auto.opt_lib.offload import Offload
@@ -35,21 +31,19 @@ from atorch.auto.strategy.method import Method, Phase, Simulation, method
 from atorch.cluster.spec import ClusterSpec
 from atorch.cost import Cost, ModelProfile
 from atorch.cost.parallelism import REPLICA_AXES, shard
-from atorch.distributed.collectives import all_reduce_max
-from atorch.distributed.host_memory import is_simulated
-from atorch.distributed.mesh import Mesh
 from atorch.errors import ArgumentError, StrategyError
-from atorch.model.meta_device import unfilled
-from atorch.model.pytree import batch_size, tensors_in
-from atorch.model.user_functions import ELEMENTWISE, LossFunc, value_of
-from atorch.runtime.chunk.chunk_optimizer import ChunkOptimizer
-from atorch.runtime.chunk.chunked import chunk
-from atorch.runtime.chunk.memory import ChunkSet, stand_in
-from atorch.runtime.chunk.operations import Operations
-from atorch.runtime.chunk.parameter import outermost
-from atorch.runtime.chunk.pass_schedule import AccessTrace, PassSchedule
-from atorch.runtime.chunk.schedule_cache import ScheduleCache, TraceBatch
-from atorch.runtime.data.batches import take
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from atorch.auto.context import Context
+    from atorch.distributed.mesh import Mesh
+    from atorch.model.user_functions import LossFunc
+    from atorch.runtime.chunk.memory import ChunkSet
+    from atorch.runtime.chunk.operations import Operations
+    from atorch.runtime.chunk.pass_schedule import AccessTrace, PassSchedule
+    from atorch.runtime.chunk.schedule_cache import TraceBatch
 
 DEFAULT_FRACTION = 0.9
 _WITH_GRAPHS = ("reduce-overhead", "max-autotune")
@@ -141,11 +135,15 @@ class Chunk(Method):
             yield cls(hybrid=False)
 
     def check_optimizer(self, ctx: Context) -> None:
+        from atorch.model.user_functions import ELEMENTWISE
+
         need_no_closure(ctx, self.name, "train with ddp, or without chunk")
         if replicas(ctx) > 1:
             need_listed(ctx, self.name, ELEMENTWISE)
 
     def check(self, ctx: Context) -> None:
+        import torch
+
         for other in ctx.strategy:
             if isinstance(other, Compile) and other.mode in _WITH_GRAPHS:
                 raise StrategyError(
@@ -168,6 +166,12 @@ class Chunk(Method):
 
     def apply(self, ctx: Context) -> Context:
         """Move the parameters into chunks, scheduled by a pass on fake tensors; the optimizer steps the chunks."""
+        from atorch.distributed.collectives import all_reduce_max
+        from atorch.model.pytree import tensors_in
+        from atorch.runtime.chunk.chunk_optimizer import ChunkOptimizer
+        from atorch.runtime.chunk.parameter import outermost
+        from atorch.runtime.chunk.schedule_cache import ScheduleCache
+
         self.check(ctx)
         offload = ctx.strategy.get(Offload)
         if offload is not None:
@@ -214,6 +218,9 @@ class Chunk(Method):
         self, ctx: Context, part: nn.Module, traced: AccessTrace, budget: int, compiled: Sequence[str]
     ) -> Operations:
         """Put the parameters into chunks, planned by the traced pass."""
+        from atorch.distributed.host_memory import is_simulated
+        from atorch.runtime.chunk.chunked import chunk
+
         mesh = ctx.need_mesh()
         axes, replicas = _axes(mesh)
         # A simulation allocates nothing on the host.
@@ -252,6 +259,9 @@ class Chunk(Method):
 
 def kept_by_products(device: torch.device) -> int:
     """Bytes of cuBLAS workspaces, which matrix products keep on a CUDA device; fake tensors do not show them."""
+    import torch
+    from torch import nn
+
     if device.type != "cuda":
         return 0
     torch._C._cuda_clearCublasWorkspaces()
@@ -273,12 +283,16 @@ def _axes(mesh: Cost | Mesh) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 def _place_in_chunk(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A tensor without values yet: a buffer with memory, or a parameter, whose chunk will provide the memory."""
+    from torch import nn
+
+    from atorch.model.meta_device import unfilled
+    from atorch.runtime.chunk.memory import stand_in
+
     if isinstance(tensor, nn.Parameter):
         return stand_in(tensor.shape, tensor.dtype, device)
     return unfilled(tensor, device)
 
 
-@torch.no_grad()
 def _figures(chunks: ChunkSet, first: PassSchedule) -> dict[str, Any]:
     """Figures of the first pass, for the strategy's metadata."""
     sizes = [memory.spec.numel * memory.compute.element_size() for memory in chunks.chunks]
@@ -292,6 +306,10 @@ def _figures(chunks: ChunkSet, first: PassSchedule) -> dict[str, Any]:
 
 def _batch_tracer(ctx: Context, part: nn.Module, compiled: Collection[str]) -> TraceBatch:
     """A function that traces a pass on a batch of the loader, or on the largest of its micro-batches."""
+    from atorch.auto.opt_lib.chunk.trace import trace_pass
+    from atorch.model.pytree import batch_size
+    from atorch.runtime.data.batches import take
+
     loss = partial(_loss, ctx.call_model, ctx.loss_func)
 
     def trace_batch(batch: Any, /, *, for_real: bool = False, whole: bool = False) -> AccessTrace:
@@ -315,6 +333,9 @@ def _batch_tracer(ctx: Context, part: nn.Module, compiled: Collection[str]) -> T
 
 
 def _loss(call_model: Callable[..., Any], loss_func: LossFunc | None, model: nn.Module, batch: Any) -> Any:
+    from atorch.model.pytree import tensors_in
+    from atorch.model.user_functions import value_of
+
     output = call_model(model, batch)
     if loss_func is not None:
         return value_of(loss_func(batch, output))

@@ -13,13 +13,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import combinations
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
-from torch import nn
 from typing_extensions import Self
 
-from atorch.auto.context import Context
 from atorch.auto.opt_lib.parallel_mode import size_of
 from atorch.auto.opt_lib.shared.optimizer_compatibility import need_same
 from atorch.auto.strategy.method import Method, Phase, method
@@ -31,8 +29,13 @@ from atorch.cost.parallelism import accumulate, split_pipeline
 from atorch.cost.pipeline_stages import in_flight
 from atorch.errors import StrategyError
 from atorch.logs import logger
-from atorch.profiler.unit_costs import UnitCost, unit_costs
 from atorch.runtime.pipeline.capture.partition import partition
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from atorch.auto.context import Context
+    from atorch.profiler.unit_costs import UnitCost
 
 PER_STAGE = 4
 """Micro-batches per stage that make the bubble small: Huang et al. 2018, arXiv 1811.06965, section 2.3."""
@@ -211,6 +214,8 @@ def even_cut(
     called: the units in the order of their calls. Tied units share a stage if that costs no time. If no cut fits in
     memory by the estimate, a warning is logged, and time alone decides.
     """
+    from atorch.profiler.unit_costs import unit_costs
+
     assert ctx.loss_func is not None
     stages = ctx.need_mesh().size("pipeline") * method.pieces
     fold = partial(_folded, ctx, micro_batches)

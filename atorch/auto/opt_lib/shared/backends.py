@@ -7,22 +7,18 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-from torch.optim import Optimizer
-
-from atorch.auto.context import Built, Context
 from atorch.auto.opt_lib.parallel_mode import ParallelMode, size_of
 from atorch.auto.opt_lib.shared.defaults import SLOT
 from atorch.auto.strategy.method import Method
 from atorch.compat import need_backend
-from atorch.compat.engines import shard_gradients, shard_states, with_deepspeed
-from atorch.distributed import world
-from atorch.distributed.mesh import AXES
+from atorch.cost.parallelism import AXES
 from atorch.errors import StrategyError
 
 if TYPE_CHECKING:
     import torch.distributed as dist
+    from torch.optim import Optimizer
 
+    from atorch.auto.context import Built, Context
     from atorch.auto.opt_lib.pipeline_parallel import PipelineParallel
     from atorch.auto.opt_lib.pipeline_parallel.stages import Batches
     from atorch.runtime.pipeline.pipeline import Pipeline
@@ -47,6 +43,8 @@ def in_pipeline(strategy: Iterable[Method]) -> bool:
 
 def fairscale_states(ctx: Context, group: dist.ProcessGroup) -> Context:
     """Shard the optimizer's states by OSS."""
+    from atorch.compat.engines import shard_states
+
     inner = ctx.make_optimizer
     if inner is None:
         return ctx
@@ -55,6 +53,8 @@ def fairscale_states(ctx: Context, group: dist.ProcessGroup) -> Context:
 
 def fairscale_gradients(ctx: Context, name: str, group: dist.ProcessGroup) -> Context:
     """Shard states by OSS and gradients by ShardedDataParallel, which needs the OSS to wrap the model."""
+    from atorch.compat.engines import shard_gradients, shard_states
+
     inner = needed_optimizer(ctx, name)
     ctx.give_memory()
     for part in ctx.parts:
@@ -73,6 +73,8 @@ def fairscale_gradients(ctx: Context, name: str, group: dist.ProcessGroup) -> Co
 
 def check(ctx: Context, name: str, backend: str) -> None:
     """Raise StrategyError if the optimizer, the mesh or other methods do not suit the backend."""
+    import torch
+
     if backend != "deepspeed" or in_pipeline(ctx.strategy):
         return
     sizes = {axis: size_of(ctx, axis) for axis in AXES}
@@ -100,6 +102,9 @@ def check(ctx: Context, name: str, backend: str) -> None:
 
 def deepspeed(ctx: Context, name: str, stage: Literal[1, 2]) -> Context:
     """Put model and optimizer under a DeepSpeed engine once both are built, and set the loop's flags in `args`."""
+    from atorch.compat.engines import with_deepspeed
+    from atorch.distributed import world
+
     inner = needed_optimizer(ctx, name)
     world.ensure_group(ctx.device.type)
     made: list[Optimizer] = []  # hands the optimizer from `make` to `finish`
@@ -136,6 +141,8 @@ def check_pipeline(ctx: Context, method: PipelineParallel) -> None:
         StrategyError: another method reduces gradients, the precision is fp16 or half, the mesh is not in DeepSpeed's
             order, or there is no optimizer or dataset.
     """
+    import torch
+
     need_backend("deepspeed")
     strategy = ctx.strategy
     mode = strategy.get(ParallelMode) or ParallelMode()
@@ -172,6 +179,7 @@ def deepspeed_pipeline(
 ) -> Built:
     """Bind model, loss function and optimizer to DeepSpeed's engine."""
     from atorch.compat.deepspeed_pipeline import SteppedByDeepSpeed, WholeBatches
+    from atorch.distributed import world
 
     assert built.loss_func is not None
     assert built.optim is not None

@@ -11,8 +11,7 @@ from collections.abc import Collection, Iterable, Mapping
 from atorch.auto.opt_lib.ddp import Ddp
 from atorch.auto.opt_lib.parallel_mode import ParallelMode
 from atorch.auto.strategy import METHODS, Method, Strategy
-from atorch.cost.parallelism import REPLICA_AXES
-from atorch.distributed.mesh import BATCH_AXES, Mesh
+from atorch.cost.parallelism import BATCH_AXES, REPLICA_AXES
 
 SLOT = "data_parallel"
 
@@ -47,6 +46,8 @@ def idle_axes(strategy: Strategy) -> list[tuple[str, int]]:
 
 def batch_place(strategy: Strategy, device_type: str) -> tuple[int, int]:
     """`(rank, size)`: this process's share of the batch under a complete strategy, and the number of shares."""
+    from atorch.distributed.mesh import Mesh
+
     mode = strategy.get(ParallelMode)
     if mode is None:
         return 0, 1

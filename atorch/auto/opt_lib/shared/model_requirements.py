@@ -6,20 +6,17 @@ Methods that watch a model before they change anything run it on a few samples.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-
-from atorch.auto.context import Context
 from atorch.auto.strategy import Phase
 from atorch.cost import Cost, Segment
 from atorch.errors import ArgumentError, StrategyError
 from atorch.logs import logger
-from atorch.model.pytree import batch_size, map_tensors, tensors_in
-from atorch.runtime.data.batches import take
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from atorch.auto.context import Context
 
 
 def changes_modules(ctx: Context, apart_from: str = "") -> bool:
@@ -34,6 +31,8 @@ def has_compiled_loss(ctx: Context) -> bool:
 
 def need_dense_gradients(ctx: Context, name: str, ignored: Iterable[nn.Parameter] = ()) -> None:
     """Raise if the model has a sparse gradient, which method `name` cannot shard."""
+    from torch import nn
+
     ignored_ids = set(map(id, ignored))
     for part in ctx.parts:
         for path, module in part.named_modules():
@@ -58,6 +57,9 @@ def need_floating_parameters(ctx: Context, name: str) -> None:
 
 def need_own_storage(ctx: Context, name: str, func: Any, ignored: Iterable[nn.Parameter] = ()) -> None:
     """Raise if `func`, which method `name` applies to parameters, fails on a tensor subclass that wraps tensors."""
+    from torch.distributed.tensor import DTensor
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
     for path, parameter in _parameters(ctx, ignored):
         if is_traceable_wrapper_subclass(parameter) and not isinstance(parameter, DTensor):
             try:
@@ -72,6 +74,8 @@ def need_own_storage(ctx: Context, name: str, func: Any, ignored: Iterable[nn.Pa
 
 def need_own_code(ctx: Context, name: str) -> None:
     """Raise if a module is a ScriptModule, whose parameters method `name` cannot replace."""
+    import torch
+
     for part in ctx.parts:
         for path, module in part.named_modules():
             if isinstance(module, torch.jit.ScriptModule):
@@ -184,6 +188,8 @@ def with_few_tokens(batch: Any) -> Any:
     Sequences are integers of shape (samples, tokens). Every other dim of the same length is cut alike, as in masks and
     labels. One end of a sequence may be padding, which the choice avoids.
     """
+    from atorch.model.pytree import map_tensors, tensors_in
+
     sequences: dict[int, list[Tensor]] = {}
     for tensor in tensors_in(batch):
         if tensor.dim() == 2 and tensor.shape[1] > TOKENS and not (tensor.is_floating_point() or tensor.is_complex()):
@@ -207,4 +213,7 @@ def _num_different(tokens: Tensor, start: int) -> int:
 
 
 def _few_samples(batch: Any) -> Any:
+    from atorch.model.pytree import batch_size
+    from atorch.runtime.data.batches import take
+
     return take(batch, 0, SAMPLES, batch_size(batch))

@@ -7,19 +7,18 @@ A method that gives each process a part of the parameters names the kind of spli
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch.optim import Optimizer
-
-from atorch.auto.context import Context
 from atorch.auto.opt_lib.parallel_mode import size_of
 from atorch.cost.parallelism import REPLICA_AXES
-from atorch.distributed.collectives import all_or_none, is_fake_world
 from atorch.errors import StrategyError
 from atorch.logs import logger
-from atorch.profiler.trace import optimizer_state_per_param
-from atorch.runtime.optimizer.user_optimizer import ShardKind, made_small, needs_closure, refusal
-from atorch.runtime.optimizer.wrapped_optimizer import fused_by_default
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from atorch.auto.context import Context
+    from atorch.runtime.optimizer.user_optimizer import ShardKind
 
 _WHAT: Mapping[ShardKind, str] = {
     "apart": "gives each process the optimizer of some of the parameters",
@@ -36,6 +35,8 @@ def replicas(ctx: Context) -> int:
 
 def state_bytes(ctx: Context) -> float:
     """Bytes of the optimizer's states per parameter element; states are in fp32."""
+    from atorch.profiler.trace import optimizer_state_per_param
+
     return 0.0 if ctx.make_optimizer is None else 4.0 * optimizer_state_per_param(ctx.make_optimizer)
 
 
@@ -45,6 +46,9 @@ def need_same(ctx: Context, name: str, *splits: ShardKind) -> None:
     Raises:
         StrategyError: names what the optimizer's step depends on; raised on all processes.
     """
+    from atorch.distributed.collectives import all_or_none, is_fake_world
+    from atorch.runtime.optimizer.user_optimizer import made_small, refusal
+
     make_optimizer = ctx.make_optimizer
     if make_optimizer is None or is_fake_world():
         return
@@ -67,6 +71,9 @@ def need_listed(ctx: Context, name: str, kinds: Sequence[type[Optimizer]]) -> No
     Raises:
         StrategyError: the optimizer is of another class, subclasses included.
     """
+    from atorch.distributed.collectives import is_fake_world
+    from atorch.runtime.optimizer.user_optimizer import made_small
+
     if ctx.make_optimizer is None or is_fake_world():
         return
     optimizer = made_small(ctx.make_optimizer, ctx.make_param_groups(ctx.parts))
@@ -86,6 +93,9 @@ def need_no_closure(ctx: Context, name: str, instead: str = "train in fp32 or un
     Raises:
         StrategyError: the optimizer needs a closure.
     """
+    from atorch.distributed.collectives import is_fake_world
+    from atorch.runtime.optimizer.user_optimizer import made_small, needs_closure
+
     if ctx.make_optimizer is None or is_fake_world():
         return
     optimizer = made_small(ctx.make_optimizer, ctx.make_param_groups(ctx.parts))
@@ -98,6 +108,8 @@ def need_no_closure(ctx: Context, name: str, instead: str = "train in fp32 or un
 
 def kernel_notes(ctx: Context) -> Iterator[str]:
     """A note on the optimizer's kernel, if torch chose it by default."""
+    from atorch.runtime.optimizer.user_optimizer import made_small
+
     if ctx.make_optimizer is not None:
         yield from _kernel(made_small(ctx.make_optimizer, ctx.make_param_groups(ctx.parts)))
 
@@ -109,6 +121,8 @@ def log_kernel(optimizer: Any) -> None:
 
 
 def _kernel(optimizer: Any) -> Iterator[str]:
+    from atorch.runtime.optimizer.wrapped_optimizer import fused_by_default
+
     if (name := fused_by_default(optimizer)) is not None:
         yield (
             f"{name} steps by torch's fused kernel, which rounds otherwise than its loop over parameters; "

@@ -5,39 +5,44 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import torch
 from pydantic import Field
-from torch import nn
 from typing_extensions import Self
 
-from atorch.auto.context import Context
 from atorch.auto.opt_lib.shared.model_requirements import need_real_parameters
 from atorch.auto.strategy.method import Method
 from atorch.cluster.spec import ClusterSpec
 from atorch.cost import Comm, Cost, ModelProfile
 from atorch.logs import logger
-from atorch.runtime.precision.amp import LossScale
 
 if TYPE_CHECKING:
-    from atorch.auto.strategy import Strategy
+    import torch
+    from torch import nn
 
-DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+    from atorch.auto.context import Context
+    from atorch.auto.strategy import Strategy
+    from atorch.runtime.precision.amp import LossScale
+
 NAMES: Mapping[str, str] = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 """Names of the types in costs and cluster specs."""
 
 
 def short_name(value: Any) -> Any:
     """The knob's name of a torch dtype, or of torch's name for one; any other value unchanged."""
-    if not isinstance(value, (str, torch.dtype)):
-        return value
     plain = str(value).removeprefix("torch.")
     return next((short for short, name in NAMES.items() if name == plain), value)
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The torch dtype of a knob's name."""
+    import torch
+
+    return {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[name]
 
 
 def compute_dtype(ctx: Context) -> torch.dtype | None:
     """The dtype that the strategy's precision method computes in, even before that method is applied."""
     precision = next((method for method in ctx.strategy if isinstance(method, Precision)), None)
-    return ctx.compute_dtype if precision is None else DTYPES[precision.dtype]
+    return ctx.compute_dtype if precision is None else torch_dtype(precision.dtype)
 
 
 def keeps_masters(strategy: Strategy) -> bool:
@@ -69,9 +74,9 @@ class Precision(Method):
     @classmethod
     def of(cls, config: Any = None) -> Self:
         """Accept the type alone, too: "fp16", "bf16" or a torch dtype."""
-        if isinstance(config, (str, torch.dtype)):
+        if isinstance(config, str) or type(config).__name__ == "dtype":
             config = {"dtype": config}
-        if isinstance(config, Mapping) and isinstance(config.get("dtype"), (str, torch.dtype)):
+        if isinstance(config, Mapping) and "dtype" in config:
             config = {**config, "dtype": short_name(config["dtype"])}
         return super().of(config)
 
@@ -84,6 +89,8 @@ class Precision(Method):
 
     def settled(self, model: nn.Module) -> Self:
         """The method with the model's type if none is given: a checkpoint in bf16 stays in bf16."""
+        import torch
+
         types = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
         if "dtype" in self.model_fields_set or types != {torch.bfloat16}:
             return self
@@ -94,6 +101,8 @@ class Precision(Method):
 
     def make_scale(self) -> LossScale:
         """The loss scale of one model; for bf16 it is constantly 1."""
+        from atorch.runtime.precision.amp import LossScale
+
         if self.dtype == "bf16" or self.loss_scale is not None:
             return LossScale(1.0 if self.dtype == "bf16" else self.loss_scale or 1.0, growth=1.0, backoff=1.0)
         return LossScale(
@@ -108,6 +117,8 @@ class Precision(Method):
 
 def warn_of_16_bits(ctx: Context, strategy: Strategy) -> None:
     """Warn of 16-bit parameters that the optimizer would step without fp32 copies."""
+    import torch
+
     if ctx.make_optimizer is None or ctx.world.rank or strategy.uses("half") or keeps_masters(strategy):
         return
     trained = [parameter for parameter in ctx.root.parameters() if parameter.requires_grad]

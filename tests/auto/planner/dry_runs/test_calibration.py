@@ -7,11 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from atorch.auto.planner import search
 from atorch.auto.planner.dry_runs.surrogate_model import DRIFT, Surrogate, tokens_of
 from atorch.auto.planner.dry_runs.time_budget import KEPT, Calibration, Observation, Past, job_of
 from atorch.auto.planner.dry_runs.trial import Feed
-from atorch.auto.planner.planner import starting_point
+from atorch.auto.planner.planner import search, starting_point
 from atorch.auto.strategy import Strategy
 from tests.auto.planner.dry_runs.test_surrogate_model import made_up, scored
 from tests.auto.planner.jobs import SLOW, cluster, context, net

@@ -5,6 +5,7 @@ import math
 import random
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -18,6 +19,7 @@ from atorch.auto.planner.space import Space, plannable
 from atorch.auto.strategy import METHODS, Method, Phase, Strategy, method
 from atorch.cluster.spec import ClusterSpec, LinkSpec
 from atorch.cost import StepTimes, peak_memory, plain_cost, step_seconds
+from atorch.cost.memory import CATEGORIES
 from atorch.cost.transformer import Implementation, TransformerShape, transformer_profile
 from atorch.errors import StrategyError
 
@@ -72,10 +74,10 @@ def test_the_best_are_those_of_brute_force(job, tightness, included):
     host = spec.host_memory_bytes / spec.devices_per_node
     fitting = sorted(seconds for _, seconds, held in every if held.needed <= device and held.on_host <= host)
     found = best_first(space, start, spec, device_bytes=device, host_bytes=host, keep=5).columns
-    assert found.step_s[found.fastest(5)].tolist() == fitting[:5]
+    assert [found.step_s[row] for row in found.fastest(5)] == fitting[:5]
     assert len(found) == len(set(found.methods)) <= len(every)
     least = best_first(space, start, spec, device_bytes=device, host_bytes=host).columns
-    assert found.step_s[found.fastest(1)].tolist() == least.step_s[least.fastest(1)].tolist() == fitting[:1]
+    assert [columns.step_s[row] for columns in (found, least) for row in columns.fastest(1)] == 2 * fitting[:1]
     if fitting:
         whole = CandidateTable(device, host)
         for each in every:
@@ -97,8 +99,8 @@ def test_where_nothing_fits_the_nearest_miss_is_found(job, share):
         return
     device = share * min(memory.needed for _, _, memory in every)
     found = best_first(space, start, spec, device_bytes=device).columns
-    assert not found.fits.any()
-    assert found.short_bytes.min() == min(memory.needed for _, _, memory in every) - device
+    assert not found.fitting
+    assert min(found.short_bytes) == found.least_short == min(memory.needed for _, _, memory in every) - device
 
 
 @settings(max_examples=10, suppress_health_check=list(HealthCheck))
@@ -185,8 +187,8 @@ def test_much_is_left_unopened_and_breadth_opens_it():
     more = best_first(space, start, spec, device_bytes=spec.device.memory_bytes, breadth=4 * len(few.columns))
     assert few.num_slow > 0
     assert few.gap == more.gap == 0
-    assert more.columns.fits.sum() >= 4 * len(few.columns)
-    assert few.columns.step_s.min() == more.columns.step_s.min()
+    assert len(more.columns.fitting) >= 4 * len(few.columns)
+    assert min(few.columns.step_s) == min(more.columns.step_s)
 
 
 def test_a_strangers_late_method_is_not_pruned_away():
@@ -205,7 +207,7 @@ def test_a_strangers_late_method_is_not_pruned_away():
         space, start = plannable(profile, spec, excluded=["compile", "chunk", "offload"]), plain_cost(profile, 8)
         found = best_first(space, start, spec).columns
         every = list(brute(space, start, spec))
-        assert found.step_s[found.fastest(1)].tolist() == [min(seconds for _, seconds, _ in every)]
+        assert [found.step_s[row] for row in found.fastest(1)] == [min(seconds for _, seconds, _ in every)]
         assert all("stranger" in {each.name for each in found.methods[row]} for row in found.fastest(20))
     finally:
         METHODS.remove("stranger")
@@ -217,14 +219,16 @@ def test_pareto_and_order():
     found = best_first(plannable(profile, spec), plain_cost(profile, 64), spec, device_bytes=5e8, breadth=500).columns
     front = found.pareto()
     assert len(front) > 1
-    assert (found.step_s[front][1:] < found.step_s[front][:-1]).all()
-    assert (found.peak_bytes[front][1:] > found.peak_bytes[front][:-1]).all()
+    for before, after in pairwise(front):
+        assert found.step_s[after] < found.step_s[before]
+        assert found.peak_bytes[after] > found.peak_bytes[before]
     for row in found.fastest():
         assert any(
             found.step_s[each] <= found.step_s[row] and found.peak_bytes[each] <= found.peak_bytes[row]
             for each in front
         )
-    assert found.memory.sum(axis=1) == pytest.approx(found.peak_bytes)
+    held = [sum(row) for row in zip(*map(found.memory, range(len(CATEGORIES))), strict=True)]
+    assert held == pytest.approx(list(found.peak_bytes))
     assert {why.split(":")[0] for why in found.why()} == {"", "memory"}
 
 
