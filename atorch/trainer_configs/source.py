@@ -194,6 +194,7 @@ class Fields:
         self.source, self.data, self._prefix = source, data, prefix
         self._entries: list[Entry] = [] if entries is None else entries
         self._told: set[str] = set()
+        self._known: set[str] = set()
         self._within: dict[str, Fields] = {}
 
     def __contains__(self, key: object) -> bool:
@@ -210,6 +211,7 @@ class Fields:
 
     def tell_all(self, notes: Mapping[str, tuple[Kind, str]]) -> None:
         """Write the entries of those keys of a table that the configuration has."""
+        self._known.update(notes)
         for key, (kind, note) in notes.items():
             if key in self.data:
                 self.tell(key, kind, note)
@@ -307,7 +309,7 @@ class Fields:
     def finish(self, known: Collection[str] = ()) -> tuple[Entry, ...]:
         """All entries; keys that were not told are unknown, with the nearest of `known` and of what was told."""
         for fields, key in self._untold():
-            names = {*known, *fields._told}
+            names = {*fields._known, *fields._told, *(known if fields is self else ())}
             hint = f"; {near_miss(key, names)}" if names else ""
             self._entries.append(Entry(fields.path(key), fields.data[key], "unknown", f"there is no such key{hint}"))
         return tuple(self._entries)

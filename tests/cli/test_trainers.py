@@ -152,6 +152,15 @@ def test_what_a_trainer_silently_does_is_told(tmp_path):
     assert setup.methods == ("zero2",)
 
 
+def test_a_key_without_its_prefix_is_named_with_it(tmp_path):
+    """Accelerate's launcher takes it, and no plugin reads it."""
+    setup = read("distributed_type: FSDP\nnum_processes: 8\nparallelism_config: {tp_size: 2}", tmp_path)
+    kind, note = note_of(setup, "parallelism_config.tp_size")
+    assert kind == "unknown"
+    assert "parallelism_config_tp_size" in note
+    assert not setup.axes
+
+
 def test_offloaded_parameters_take_their_states_along(tmp_path):
     text = '{"train_batch_size": 8, "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}'
     setup = read(text, tmp_path)
