@@ -10,17 +10,19 @@ that hold the same ones. Communication per block and pass: tokens are sent to th
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 from typing_extensions import Self
 
-from atorch.auto.context import Context
 from atorch.auto.strategy.method import Method, Phase, method
 from atorch.cluster.spec import ClusterSpec
 from atorch.cost import Cost, ModelProfile
 from atorch.cost.parallelism import REPLICA_AXES
 from atorch.errors import StrategyError
+
+if TYPE_CHECKING:
+    from atorch.auto.context import Context
 
 MOST_HELD = 32  # experts of a block that a process may hold, in what a search tries
 
