@@ -17,6 +17,7 @@ from atorch.cost.profile import Matmul, ModelProfile, Region, Segment
 from atorch.errors import ArgumentError, shown
 
 MOST: Mapping[str, int] = {"layers": 10_000, "seq_len": 2**40}
+NEEDED = ("layers", "hidden", "heads", "seq_len")  # sizes of at least 1
 CALLS = 5.0  # operators called per operation counted here, as in transformers' blocks (test_transformer.py)
 
 
@@ -49,11 +50,7 @@ class LatentAttention:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransformerShape:
-    """A decoder-only transformer, with samples of `seq_len` tokens.
-
-    Raises:
-        ArgumentError: a size is no whole number in its range, or heads and sizes do not divide each other.
-    """
+    """A decoder-only transformer, with samples of `seq_len` tokens; raises ArgumentError for impossible sizes."""
 
     layers: int
     hidden: int
@@ -72,19 +69,14 @@ class TransformerShape:
     latent: LatentAttention | None = None
 
     def __post_init__(self) -> None:
-        for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "seq_len"):
-            size, most = getattr(self, name), MOST.get(name, 2**30)
-            least = 1 if name in ("layers", "hidden", "heads", "seq_len") else 0
+        for name in ("layers", "hidden", "heads", "seq_len", "kv_heads", "head_dim", "ffn", "vocab"):
+            size, least, most = getattr(self, name), int(name in NEEDED), MOST.get(name, 2**30)
             if type(size) is not int or not least <= size <= most:
-                raise ArgumentError(
-                    f"{name} of a transformer is {shown(size)}; it is a whole number from {least} to {most:,}"
-                )
+                raise ArgumentError(f"{name} is {shown(size)}; it is a whole number from {least} to {most:,}")
         kv_heads, head_dim = self.kv_heads or self.heads, self.head_dim
         if self.heads % kv_heads or not (head_dim or self.hidden % self.heads == 0):
-            raise ArgumentError(
-                f"hidden {self.hidden}, heads {self.heads}, kv_heads {kv_heads}: each divides the one before it; give "
-                "others, or head_dim"
-            )
+            sizes = f"hidden {self.hidden}, heads {self.heads}, kv_heads {kv_heads}"
+            raise ArgumentError(f"{sizes}: each divides the one before it; give others, or head_dim")
         object.__setattr__(self, "kv_heads", kv_heads)
         object.__setattr__(self, "head_dim", head_dim or self.hidden // self.heads)
 

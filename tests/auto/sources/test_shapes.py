@@ -214,8 +214,8 @@ def test_a_shape_of_ones_own_is_planned_as_that_of_the_catalogue(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"layers": 0}, "layers of a transformer is 0; it is a whole number from 1 to 10,000"),
-        ({"hidden": 64.0}, "hidden of a transformer is 64.0"),
+        ({"layers": 0}, "layers is 0; it is a whole number from 1 to 10,000"),
+        ({"hidden": 64.0}, "hidden is 64.0"),
         ({"kv_heads": 3}, "each divides the one before it"),
         ({"heads": 7}, "each divides the one before it"),
     ],
