@@ -21,7 +21,7 @@ from atorch.units import format_bytes
 
 if TYPE_CHECKING:
     from atorch.auto.plan_for_cluster import Subject
-    from atorch.auto.planner.simulation import Simulated
+    from atorch.auto.planner.simulate.simulation import Simulated
 
 Doing = Callable[[str], AbstractContextManager[Any]]  # reports a description of the work while the context is open
 COPIES = 3  # parameters, their gradients, and the reference that they are compared with
@@ -79,8 +79,8 @@ def simulated(
 def _outcome(
     subject: Subject, strategy: Strategy, world_size: int, global_batch: int, allowance: Allowance
 ) -> dict[str, Any]:
-    from atorch.auto.planner.simulation import simulate
-    from atorch.auto.planner.small_simulation import ranks_of_stages
+    from atorch.auto.planner.simulate.simulation import simulate
+    from atorch.auto.planner.simulate.small_simulation import ranks_of_stages
 
     assert subject.ctx is not None, "there is a model"
     began = time.monotonic()
@@ -109,7 +109,7 @@ def _outcome(
 
 def _watched_bytes(profile: ModelProfile) -> float:
     """Bytes for methods that observe the model: copies of a few of its blocks, in its own dtype."""
-    from atorch.auto.planner.small_simulation import LONG
+    from atorch.auto.planner.simulate.small_simulation import LONG
 
     counts = ((min(segment.count, LONG) if segment.is_block else segment.count) for segment in profile.segments)
     few = sum(count * segment.num_params for count, segment in zip(counts, profile.segments, strict=True))

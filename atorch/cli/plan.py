@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from atorch.auto.plan_for_cluster import Subject
     from atorch.auto.planner.plan import ClusterPlan
+    from atorch.auto.planner.training import RunRequest
     from atorch.cluster.spec import ClusterSpec
 
     Read: TypeAlias = Callable[[int | None, ClusterSpec], Subject]
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
 NARROW = 3  # exit status: the plan of each cluster on which something fits does so by less than the estimate's error
 
+WITHOUT_EXPLAIN = "--solve, --until, --save, --html, --export or a strategy"
 What = Literal["batch", "seq", "devices", "rank", "model"]
 ObjectiveName = Literal["step_time", "throughput", "cost", "fewest_devices"]
 Launcher = Literal["sh", "slurm", "kubernetes", "skypilot"]
@@ -127,7 +129,6 @@ def plan(
     gc.disable()  # imports leave little garbage, and looking for it takes a fifth of a short plan's time
     from atorch.auto.plan_for_cluster import plan_for
     from atorch.auto.planner.request import PlanRequest
-    from atorch.auto.planner.training import RunRequest
     from atorch.auto.solve import solved
     from atorch.cluster.prices import load_prices
     from atorch.report.text import telling
@@ -148,18 +149,13 @@ def plan(
     }
     if explain is not None:
         if solve or until or save or html or export or fixed or extend:
-            raise ArgumentError(
-                "--explain goes with --json, and not with --solve, --until, --save, --html, --export or a strategy"
-            )
-        asked = Given(explain, named, model, shape, cluster, gpu, micro_batch, seq, wanted)
-        return _explained(asked, outputs, top)
+            raise ArgumentError(f"--explain goes with --json, and not with {WITHOUT_EXPLAIN}")
+        return _explained(Given(explain, named, model, shape, cluster, gpu, micro_batch, seq, wanted), outputs, top)
     if micro_batch or (launch and not export):
         raise ArgumentError("--micro-batch goes with --explain, and --launch with --export")
     exporting = Export(*export, launch or "sh") if export else None
     request = PlanRequest(**wanted)  # before the model is read, which may take minutes
-    run = RunRequest(until, mtbf, restart) if until is not None else None
-    if run is None and (mtbf is not None or restart is not None):
-        raise ArgumentError("--mtbf and --restart are of a whole run; give its length, as --until 15T")
+    run = _run_request(until, mtbf, restart)
     is_priced = prices is not None or run is not None or objective == "cost"
     offers = load_prices(prices) if is_priced else ()
     if solve == "model" and (named or model or any(shape.values())):
@@ -169,9 +165,8 @@ def plan(
     outputs.check(len(clusters))
     if exporting is not None:
         exporting.check(len(clusters))
-    several = len(clusters) > 1
-    read = _reader(source, once=several)
-    verify = 0 if several else verify  # side by side, results of simulations are not shown
+    read = _reader(source, once=len(clusters) > 1)
+    verify = verify if len(clusters) == 1 else 0  # side by side, results of simulations are not shown
 
     def trained(changed: PlanRequest) -> JobSource:
         if changed.recipe != request.recipe:
@@ -193,6 +188,14 @@ def plan(
         is_on_hub = named is not None and ":" not in named and not Path(named).exists()
         exporting.write(plans[0], model=named if is_on_hub else None, seq=seq, knobs=request.recipe)
     return NARROW if not solve and all(plan.fits_narrowly for plan in plans) else 0
+
+
+def _run_request(until: str | None, mtbf: str | None, restart: str | None) -> RunRequest | None:
+    from atorch.auto.planner.training import RunRequest
+
+    if until is None and (mtbf is not None or restart is not None):
+        raise ArgumentError("--mtbf and --restart are of a whole run; give its length, as --until 15T")
+    return None if until is None else RunRequest(until, mtbf, restart)
 
 
 def _explained(asked: Given, outputs: Outputs, top: int) -> int:

@@ -17,8 +17,8 @@ from torch import nn
 from atorch.auto.context import Context
 from atorch.auto.job import make_context
 from atorch.auto.opt_lib.shared.defaults import complete
-from atorch.auto.planner.simulation import Simulated, simulate
-from atorch.auto.planner.small_simulation import ranks_of_stages
+from atorch.auto.planner.simulate.simulation import Simulated, simulate
+from atorch.auto.planner.simulate.small_simulation import ranks_of_stages
 from atorch.auto.strategy import METHODS, Strategy
 from atorch.cluster.spec import ClusterSpec
 from atorch.cost import Cost, ModelProfile, peak_memory, plain_cost

@@ -13,8 +13,8 @@ import torch
 from atorch.auto.context import Context
 from atorch.auto.job import make_context
 from atorch.auto.opt_lib.shared.defaults import batch_place, complete
-from atorch.auto.planner.simulation import Simulated, observe, simulate
-from atorch.auto.planner.small_simulation import Observed
+from atorch.auto.planner.simulate.simulation import Simulated, observe, simulate
+from atorch.auto.planner.simulate.small_simulation import Observed
 from atorch.auto.strategy import METHODS, Strategy
 from atorch.cluster.spec import ClusterSpec
 from atorch.distributed.world import World, init

@@ -1,6 +1,7 @@
 """Reference, tables of names and quoted messages in the documents are those of the code."""
 
 import ast
+import dataclasses
 import inspect
 import re
 import shlex
@@ -19,8 +20,10 @@ from atorch.auto.arguments import CallOptions
 from atorch.auto.job import Job
 from atorch.auto.plan_for_cluster import plan_for
 from atorch.auto.planner.plan import Why
+from atorch.auto.planner.training import Training
 from atorch.auto.strategy import METHODS, RECIPES, Strategy
 from atorch.cli import app
+from atorch.cluster.prices import Price
 from atorch.cost.memory import CATEGORIES
 from atorch.cost.time import StepTime
 from atorch.distributed import init, rank_table, use_mesh
@@ -125,7 +128,10 @@ def test_the_lines_of_a_plan_are_those_of_the_code() -> None:
     estimate = {"step_s": 1.0, "flops_per_s": 1.0, "peak_bytes": 1.0}
     near = {"chance": None, "saves": 0.1, "strategy": None, "kind": "host"}
     plan = {"estimate": estimate, "memory_bytes": 1.0, "strategy": (), "num_compositions": 1, "seconds": 1.0}
-    given = {**plan, "fits_narrowly": True, "near_ties": [near], "decisive": [near]}
+    run = dict.fromkeys((field.name for field in dataclasses.fields(Training)), 1.0) | {"unit": "steps"}
+    price = dict.fromkeys((field.name for field in dataclasses.fields(Price)), 1.0) | {"currency": "USD"}
+    whole = {"training": run, "price": price}
+    given = {**plan, **whole, "fits_narrowly": True, "near_ties": [near], "decisive": [near]}
     lines = [f"`{name}`" for name, _ in summary(given)]
     cluster_table = next(rows for rows in tables(page) if rows[0] == ["line", "content"])
     assert [cells[0] for cells in cluster_table[1:]] == lines

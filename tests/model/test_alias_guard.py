@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from atorch import auto_accelerate
 from atorch.auto.job import make_context
 from atorch.auto.opt_lib.chunk.trace import trace_pass
-from atorch.auto.planner.simulation import simulate
+from atorch.auto.planner.simulate.simulation import simulate
 from atorch.auto.strategy import Strategy
 from atorch.cluster.spec import ClusterSpec
 from atorch.distributed.world import World

@@ -78,7 +78,7 @@ def answer(
     if not rows and request.max_step:
         asked = question
         question, space, found = _searched(asked.but(max_step=None), breadth=1, most=MOST)
-        if found.columns.fits.any():
+        if found.columns.fitting:
             raise _too_slow(asked, found)
     if not rows:
         raise _nothing_fits(question, space, found)

@@ -11,7 +11,7 @@ import tests.contract.test_cost_against_simulation as contract
 from atorch import auto_accelerate
 from atorch.auto.opt_lib.context_parallel import ContextParallel
 from atorch.auto.planner.estimate import useful_flops
-from atorch.auto.planner.simulation import simulate
+from atorch.auto.planner.simulate.simulation import simulate
 from atorch.auto.strategy import Strategy
 from atorch.cost import peak_memory, plain_cost, step_time
 from atorch.profiler.memory_tracker import CommCounter

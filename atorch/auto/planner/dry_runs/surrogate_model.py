@@ -243,7 +243,7 @@ def compiled_launches(candidates: Sequence[Scored]) -> Vector:
     estimates = [candidate.estimate for candidate in candidates]
     compiled = [any(getattr(method, "name", "") == "compile" for method in item.strategy) for item in candidates]
     launches = [estimate.time.get("launch", 0.0) / (estimate.step_s or 1.0) for estimate in estimates]
-    return np.array(compiled) * np.array(launches)
+    return np.asarray(np.array(compiled) * np.array(launches))
 
 
 def _features(tokens: Sequence[frozenset[str]]) -> Vector:

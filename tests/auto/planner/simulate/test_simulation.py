@@ -13,8 +13,13 @@ from atorch.auto.context import Context
 from atorch.auto.job import make_context
 from atorch.auto.opt_lib.shared.defaults import complete
 from atorch.auto.plan_for_cluster import Subject
-from atorch.auto.planner.simulation import Simulated, simulate
-from atorch.auto.planner.small_simulation import num_stages, ranks_of_stages, with_fewer_micro_batches, with_metadata
+from atorch.auto.planner.simulate.simulation import Simulated, simulate
+from atorch.auto.planner.simulate.small_simulation import (
+    num_stages,
+    ranks_of_stages,
+    with_fewer_micro_batches,
+    with_metadata,
+)
 from atorch.auto.simulated_candidates import simulated as verified
 from atorch.auto.strategy import Strategy
 from atorch.cluster.spec import ClusterSpec
@@ -68,7 +73,7 @@ def test_a_full_pipeline_is_looked_at_twice_more(strategy: Strategy, samples: in
 def test_few_micro_batches_tell_what_all_do(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
     strategy = pipeline(2, micro_batches=8, split_points=["model.layers.1"])
     told = simulated(job(llama(2)), strategy, world_size=2, rank=rank)
-    monkeypatch.setattr("atorch.auto.planner.small_simulation.TAKING_TURNS", 8)
+    monkeypatch.setattr("atorch.auto.planner.simulate.small_simulation.TAKING_TURNS", 8)
     happened = simulated(job(llama(2)), strategy, world_size=2, rank=rank)
     assert "4 more micro-batches do as the last that was simulated" in told.notes
     assert told.collectives == happened.collectives
@@ -158,7 +163,7 @@ SAMPLE = ("fsdp",)
 def test_few_blocks_tell_what_all_do(monkeypatch: pytest.MonkeyPatch, make: Any, strategy: Any) -> None:
     """Five blocks, carried there from few and simulated whole: every moment, byte and message."""
     carried = simulated(job(make(5)), strategy, global_batch=32)
-    monkeypatch.setattr("atorch.auto.planner.simulation.num_repeats", lambda model: None)
+    monkeypatch.setattr("atorch.auto.planner.simulate.simulation.num_repeats", lambda model: None)
     whole = simulated(job(make(5)), strategy, global_batch=32)
     assert carried.notes[-1] == "5 equal blocks were simulated as 3 and as 4"
     assert carried.collectives == whole.collectives

@@ -27,7 +27,7 @@ from torch import nn
 
 from atorch.auto.context import AccelerateResult, Context
 from atorch.auto.opt_lib.shared.defaults import batch_place, complete
-from atorch.auto.planner.small_simulation import (
+from atorch.auto.planner.simulate.small_simulation import (
     LONG,
     SHORT,
     Observed,

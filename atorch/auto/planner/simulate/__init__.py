@@ -1,0 +1,1 @@
+"""Simulation: whole steps of a composition on fake tensors, in a fake world of the cluster's size."""
