@@ -96,7 +96,10 @@ def write_index_files(app: Sphinx, failure: Exception | None) -> None:
     (out / "index.html").write_text(f'<!doctype html><meta http-equiv="refresh" content="0; url={target}">\n')
 
 
-PLANNING = ("auto", "cluster", "compat", "cost", "files", "report", "runtime/pipeline/capture", "runtime/precision")
+PLANNING = (
+    "auto", "cluster", "compat", "cost", "files", "report", "runtime/pipeline/capture", "runtime/precision",
+    "trainer_configs",
+)  # fmt: skip
 """Folders of the package with the modules that plan by arithmetic, which need no torch."""
 
 

@@ -151,9 +151,7 @@ def plan(
         if solve or until or save or html or export or fixed or extend:
             raise ArgumentError(f"--explain goes with --json, and not with {WITHOUT_EXPLAIN}")
         return _explained(Given(explain, named, model, shape, cluster, gpu, micro_batch, seq, wanted), outputs, top)
-    if micro_batch or (launch and not export):
-        raise ArgumentError("--micro-batch goes with --explain, and --launch with --export")
-    exporting = Export(*export, launch or "sh") if export else None
+    exporting = _export(export, launch, micro_batch)
     request = PlanRequest(**wanted)  # before the model is read, which may take minutes
     run = _run_request(until, mtbf, restart)
     is_priced = prices is not None or run is not None or objective == "cost"
@@ -162,11 +160,10 @@ def plan(
         raise ArgumentError("--solve model looks for the model itself; leave MODEL and its shape out")
     source = CATALOGUE if solve == "model" else source_of(named, model, shape, request)
     clusters = clusters_of([*(cluster or ()), *map(one_gpu, gpu or ())])
-    outputs.check(len(clusters))
-    if exporting is not None:
-        exporting.check(len(clusters))
-    read = _reader(source, once=len(clusters) > 1)
-    verify = verify if len(clusters) == 1 else 0  # side by side, results of simulations are not shown
+    for written in filter(None, (outputs, exporting)):
+        written.check(len(clusters))
+    several = len(clusters) > 1
+    read = _reader(source, once=several)
 
     def trained(changed: PlanRequest) -> JobSource:
         if changed.recipe != request.recipe:
@@ -177,17 +174,27 @@ def plan(
         if solve:
             plan = solved(solve, trained, spec, seq, request, _report_size)
         else:
-            plan = plan_for(read(seq, spec), spec, doing=telling, request=replace(request, verify=verify))
-        plan = plan.priced(offers) if is_priced else plan
-        return plan.until(run) if run else plan
+            asked = replace(request, verify=0 if several else verify)  # side by side, simulations are not shown
+            plan = plan_for(read(seq, spec), spec, doing=telling, request=asked)
+        priced = plan.priced(offers) if is_priced else plan
+        return priced.until(run) if run else priced
 
     answers = _answers(clusters, ask)
     give(answers, source.title, outputs, top, verbose)
     plans = [answer for _, answer in answers if not isinstance(answer, AtorchError)]
     if exporting is not None:
-        is_on_hub = named is not None and ":" not in named and not Path(named).exists()
-        exporting.write(plans[0], model=named if is_on_hub else None, seq=seq, knobs=request.recipe)
+        exporting.write(plans[0], model=_hub_id(named), seq=seq, knobs=request.recipe)
     return NARROW if not solve and all(plan.fits_narrowly for plan in plans) else 0
+
+
+def _export(export: tuple[str, Path] | None, launch: Launcher | None, micro_batch: int | None) -> Export | None:
+    if micro_batch or (launch and not export):
+        raise ArgumentError("--micro-batch goes with --explain, and --launch with --export")
+    return Export(*export, launch or "sh") if export else None
+
+
+def _hub_id(named: str | None) -> str | None:
+    return None if named is None or ":" in named or Path(named).exists() else named
 
 
 def _run_request(until: str | None, mtbf: str | None, restart: str | None) -> RunRequest | None:

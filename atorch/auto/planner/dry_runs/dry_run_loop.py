@@ -44,8 +44,8 @@ UNLIKELY = 0.02  # causes of failures, and candidates that run, with less probab
 MAX_CONTENDERS = 4
 NEAR: Mapping[str, float] = {"cpu": 0.35}  # share of a step: candidates this close to the best are compared with it
 QUIET = 0.03  # the same for less noisy devices
-AHEAD, SURELY = 0.25, 1.28  # standard deviations by which an unmeasured choice is ahead of the baseline, if that ran
-CHEAP = 0.05  # share of the time limit: a run of the baseline that takes less comes first
+AHEAD, SURELY = 0.25, 0.67  # standard deviations by which an unmeasured choice is ahead of the baseline, if that ran
+CHEAP = 0.03  # share of the time limit: a run of the baseline that takes less comes first
 ROOM = 0.8  # share of a device's usable memory: candidates that need no more fit comfortably
 
 
