@@ -47,6 +47,8 @@ def read_arguments(fields: Fields, draft: Draft, source: Source) -> tuple[Entry,
     _read_methods(fields, draft)
     if fields.data.get("fsdp") or fields.data.get("fsdp_config"):
         _read_fsdp(fields, draft, source)
+        key = "fsdp_transformer_layer_cls_to_wrap"  # an argument of its own before transformers 5
+        fields.tell_all({key: ("used", "the blocks, which atorch finds by itself")})
     if fields.data.get("deepspeed"):
         _read_deepspeed(fields, draft, source, "deepspeed", TITLE)
     fields.tell_all(dict.fromkeys(NO_EFFECT.split(), IRRELEVANT))
@@ -220,7 +222,10 @@ def read_command(source: Source, draft: Draft, tool: str, first: Sequence[Entry]
     if not first:
         draft.fields["num_nodes"], draft.fields["devices_per_node"] = _processes(Fields(source.name, launcher))
         told = tuple(_told_launcher(launcher))
-    fields = Fields(source.name, {name.lstrip("-").replace("-", "_"): value for name, value in script.items()}, "--")
+    given = {name.lstrip("-").replace("-", "_"): value for name, value in script.items()}
+    fields = Fields(source.name, {**arguments_file(source), **given}, "--")
+    if len(fields.data) > len(given):
+        fields.tell_all({"config": ("used", "arguments of the script, which its options override")})
     is_own = "deepspeed_config" in fields  # the argument that DeepSpeed adds to any script, with --deepspeed
     if not is_own and (tool == TARGET.name or not set(KNOWN).isdisjoint(fields.data)):
         told = (*told, *read_arguments(fields, draft, source))
@@ -229,7 +234,23 @@ def read_command(source: Source, draft: Draft, tool: str, first: Sequence[Entry]
             _read_deepspeed(fields, draft, source, "deepspeed_config", "")
             fields.tell_all({"deepspeed": ("used", "on")})
         told = (*told, *(replace(entry, note=OWN) if entry.kind == "unknown" else entry for entry in fields.finish()))
+    told = tuple(replace(entry, note=OWN) if entry.note == "there is no such key" else entry for entry in told)
     return draft.setup(tool, (*told, Entry("precision", None, "used", draft.set_precision())))
+
+
+def arguments_file(source: Source) -> dict[str, Any]:
+    """The arguments in the file that a script is given by `--config`, as TRL's are, or by its path alone.
+
+    Raises:
+        ArgumentError: the file is not valid.
+    """
+    start = next((index for index, word in enumerate(source.words) if word.endswith(".py")), None)
+    options, rest = options_of(source.words[start + 1 :]) if start is not None else ({}, ())
+    for named in (options.get("--config"), *rest):
+        if isinstance(named, str) and named.endswith((".json", ".yaml", ".yml")) and source.beside(named).is_file():
+            values = values_of(source.beside(named))
+            return values if set(KNOWN) & set(values) else {}
+    return {}
 
 
 OWN = "an argument of the script itself, which may change anything"
@@ -334,12 +355,14 @@ def lacks(strategy: Strategy) -> tuple[str, ...]:
 
     axes = [axis for method in strategy for axis, _ in getattr(method, "slices", ()) if axis != "data"]
     why = [f"{', '.join(axes)}: TrainingArguments as a file have no mesh; Accelerate's file has"] if axes else []
+    why += ["fp8: TrainingArguments have none; Accelerate's file has"] if "fp8" in strategy else []
     return (*why, *accelerate.lacks(strategy))
 
 
 def write(setup: TrainingSetup) -> dict[str, str]:
     """See `Target.write`."""
-    return {NAME: text_of(setup, **_fsdp_of(setup))}
+    more = {"torch_compile": True} if "compile" in setup.methods else {}
+    return {NAME: text_of(setup, **_fsdp_of(setup), **more)}
 
 
 def _fsdp_of(setup: TrainingSetup) -> dict[str, Any]:
@@ -362,6 +385,7 @@ TARGET = Target(
     recognises=lambda source: bool(
         {"per_device_train_batch_size", "per_gpu_train_batch_size"} & set(source.data)
         or any(word.startswith("--per_device_train_batch_size") for word in source.words)
+        or "per_device_train_batch_size" in arguments_file(source)
     ),
     read=read,
     lacks=lacks,

@@ -152,6 +152,18 @@ def test_what_a_trainer_silently_does_is_told(tmp_path):
     assert setup.methods == ("zero2",)
 
 
+@pytest.mark.parametrize("words", ["--config {}", "{}"])
+def test_a_file_of_arguments_beside_a_script_is_read(words, tmp_path):
+    path = tmp_path / "recipe.json"
+    path.write_text(json.dumps({"per_device_train_batch_size": 4, "max_length": 512, "bf16": True}))
+    given = f"torchrun --nproc_per_node 8 train.py {words.format(path)} --max_length 1024 --data_path d.json --fsdp true"
+    source = Source.of(f"{given} --fsdp_transformer_layer_cls_to_wrap LlamaDecoderLayer")
+    setup = recognised(source).read(source)
+    assert (setup.micro_batch, setup.seq, setup.methods) == (4, 1024, ("fsdp", ["half", {"dtype": "bf16"}]))
+    unknown = {entry.key: entry.note for entry in setup.entries if entry.kind == "unknown"}
+    assert unknown == {"--data_path": "an argument of the script itself, which may change anything"}
+
+
 def test_a_key_without_its_prefix_is_named_with_it(tmp_path):
     """Accelerate's launcher takes it, and no plugin reads it."""
     setup = read("distributed_type: FSDP\nnum_processes: 8\nparallelism_config: {tp_size: 2}", tmp_path)
