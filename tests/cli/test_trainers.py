@@ -113,6 +113,7 @@ CONTRADICTIONS = {
     "version": ("distributed_type: FSDP\nnum_processes: 8\nfsdp_config: {fsdp_version: 3}", "it is 1 or 2"),
     "machines": ("distributed_type: MULTI_GPU\nnum_processes: 8\nnum_machines: 3", "3 machines"),
     "word": ("distributed_type: MULTI_GPU\nnum_processes: 8\nmixed_precision: bf17", "fp16, bf16"),
+    "size": ('{"train_batch_size": 1e300, "zero_optimization": {"stage": 2}}', "at most 1,099,511,627,776"),
     "tpu": ("distributed_type: XLA\nnum_processes: 8", "TPU"),
 }  # fmt: skip
 
@@ -156,12 +157,26 @@ def test_what_a_trainer_silently_does_is_told(tmp_path):
 def test_a_file_of_arguments_beside_a_script_is_read(words, tmp_path):
     path = tmp_path / "recipe.json"
     path.write_text(json.dumps({"per_device_train_batch_size": 4, "max_length": 512, "bf16": True}))
-    given = f"torchrun --nproc_per_node 8 train.py {words.format(path)} --max_length 1024 --data_path d.json --fsdp true"
-    source = Source.of(f"{given} --fsdp_transformer_layer_cls_to_wrap LlamaDecoderLayer")
+    given = f"{words.format(path)} --max_length 1024 --fsdp true --fsdp_transformer_layer_cls_to_wrap LlamaDecoderLayer"
+    source = Source.of(f"torchrun --nproc_per_node 8 train.py {given} --data_path d.json")
     setup = recognised(source).read(source)
     assert (setup.micro_batch, setup.seq, setup.methods) == (4, 1024, ("fsdp", ["half", {"dtype": "bf16"}]))
     unknown = {entry.key: entry.note for entry in setup.entries if entry.kind == "unknown"}
     assert unknown == {"--data_path": "an argument of the script itself, which may change anything"}
+
+
+def test_an_option_in_place_of_the_files_value_is_told(tmp_path):
+    path = tmp_path / "recipe.json"
+    held = {"model_name_or_path": "Qwen/Qwen3-8B", "max_length": 512, "optim": "lion", "lora_r": 8}
+    path.write_text(json.dumps({"per_device_train_batch_size": 8, "gradient_accumulation_steps": 8, **held}))
+    more = ["Qwen/Qwen3-0.6B", "--seq", "128", "--optimizer", "adamw8bit", "--lora", "8"]
+    data = explained(str(path), *more, tmp_path=tmp_path)
+    notes = {entry["key"]: entry["note"] for entry in data["entries"] if "of the option" in entry["note"]}
+    assert notes == {
+        "model": "the configuration has Qwen/Qwen3-8B; this is for Qwen/Qwen3-0.6B of the option",
+        "seq": "the configuration has 512; this is for 128 of the option",
+        "optimizer": "the configuration has lion; this is for adamw8bit of the option",
+    }
 
 
 def test_a_key_without_its_prefix_is_named_with_it(tmp_path):

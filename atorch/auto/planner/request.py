@@ -87,8 +87,8 @@ class PlanRequest:
             given = getattr(self, name)
             object.__setattr__(self, name, None if given is None else Strategy.of(given))
         batch, reserve, verify = self.global_batch, self.reserve, self.verify
-        if batch is not None and (not isinstance(batch, int) or batch < 1):
-            raise ArgumentError(f"global_batch is {shown(batch)}; it is the samples of a step, at least 1")
+        if batch is not None and (not isinstance(batch, int) or not 1 <= batch <= 2**40):
+            raise ArgumentError(f"global_batch is {shown(batch)}; it is the samples of a step, from 1 to {2**40:,}")
         if not isinstance(reserve, (int, float)) or not 0 <= reserve < 1:
             raise ArgumentError(
                 f"reserve is {shown(reserve)}; it is the share of a device's memory to keep free, as 0.08"
