@@ -75,6 +75,9 @@ KNOWN = (
 )
 
 
+ADAPTERS = ("use_peft", "lora_r", "lora_rank", "lora_target_modules", "lora_target")
+
+
 def _read_batches(fields: Fields, draft: Draft) -> None:
     old = "per_gpu_train_batch_size" in fields
     micro = fields.whole("per_gpu_train_batch_size" if old else "per_device_train_batch_size", 1)
@@ -108,19 +111,25 @@ def _read_model(fields: Fields, draft: Draft) -> None:
             draft.fields["model"] = fields.data[key]
             fields.tell(key, "used", "the model")
     rank, is_4bit = fields.whole("lora_r", 1) or fields.whole("lora_rank", 1), bool(fields.flag("load_in_4bit"))
-    has_adapters = fields.flag("use_peft")
+    is_4bit = is_4bit or fields.whole("quantization_bit", 2) == 4
+    kind = fields.word("finetuning_type")  # this, lora_target and quantization_bit are LLaMA-Factory's
+    has_adapters = fields.flag("use_peft") if kind is None else kind == "lora"
+    note = "frozen layers, if any, are trained as well" if kind not in ("lora", "full") else f"{kind}: see adapters"
+    fields.tell_all({"finetuning_type": ("used" if kind in ("lora", "full") else "not expressed", note)})
     if has_adapters or (has_adapters is None and rank is not None):
-        rank = rank or 16
-        targets = fields.data.get("lora_target_modules", "all-linear")
-        names = targets.split(",") if isinstance(targets, str) else targets
+        rank = rank or (16 if kind is None else 8)
+        targets = fields.data.get("lora_target_modules", fields.data.get("lora_target", "all-linear"))
+        names = [name.strip() for name in targets.split(",")] if isinstance(targets, str) else targets
+        names = ["all-linear"] if names == ["all"] else names
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
             raise fields.invalid("lora_target_modules", "it is names of modules")
         knobs["lora"] = str(rank) if names == ["all-linear"] else f"{rank}:{','.join(names)}"
         knobs |= {"qlora": True} if is_4bit else {}
-        for key in ("use_peft", "lora_r", "lora_rank", "lora_target_modules"):
+        for key in ADAPTERS:
             fields.tell_all({key: ("used", f"lora {knobs['lora']}: adapters beside frozen weights")})
-        fields.tell_all({"load_in_4bit": ("used", "qlora: frozen weights in 4 bits" if is_4bit else "no qlora")})
-    for key in ("use_peft", "lora_r", "lora_rank", "lora_target_modules", "load_in_4bit"):
+        for key in ("load_in_4bit", "quantization_bit"):
+            fields.tell_all({key: ("used", "qlora: frozen weights in 4 bits" if is_4bit else "no qlora")})
+    for key in (*ADAPTERS, "load_in_4bit", "quantization_bit"):
         fields.tell_all({key: ("no effect", "no adapters are trained")})
     for key in ("lora_alpha", "lora_task_type", "use_rslora", "use_dora", "lora_modules_to_save", "load_in_8bit"):
         kind: Kind = "no effect" if key in ("lora_alpha", "lora_task_type", "use_rslora") else "not expressed"

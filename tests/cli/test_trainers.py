@@ -165,6 +165,13 @@ def test_a_file_of_arguments_beside_a_script_is_read(words, tmp_path):
     assert unknown == {"--data_path": "an argument of the script itself, which may change anything"}
 
 
+def test_adapters_of_llama_factory_are_read(tmp_path):
+    more = "\nlora_target: q_proj, v_proj\nquantization_bit: 4"
+    setup = read(f"per_device_train_batch_size: 1\nfinetuning_type: lora{more}", tmp_path)
+    assert setup.knobs == {"lora": "8:q_proj,v_proj", "qlora": True}
+    assert read("per_device_train_batch_size: 1\nfinetuning_type: full\nlora_rank: 8", tmp_path).knobs == {}
+
+
 def test_an_option_in_place_of_the_files_value_is_told(tmp_path):
     path = tmp_path / "recipe.json"
     held = {"model_name_or_path": "Qwen/Qwen3-8B", "max_length": 512, "optim": "lion", "lora_r": 8}
