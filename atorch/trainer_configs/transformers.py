@@ -87,9 +87,10 @@ def _read_batches(fields: Fields, draft: Draft) -> None:
     fields.tell(
         "per_gpu_train_batch_size" if old else "per_device_train_batch_size", told, f"{default}samples of a micro-batch"
     )
-    told, default = ("assumed", "1, Transformers' default: ") if count is None else ("used", "")
-    fields.tell("gradient_accumulation_steps", told, f"{default}micro-batches of a step")
     held = draft.fields.get("accumulation")
+    default = "1, Transformers' default: " if held is None else f"{held}, as the launcher's configuration says: "
+    told, default = ("assumed", default) if count is None else ("used", "")
+    fields.tell("gradient_accumulation_steps", told, f"{default}micro-batches of a step")
     if count is not None and held not in (None, count):
         raise fields.invalid(
             "gradient_accumulation_steps", f"the launcher's configuration says {held}; make them equal"
