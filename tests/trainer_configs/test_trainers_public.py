@@ -153,6 +153,14 @@ def test_options_of_a_command_override_axolotls_file(tmp_path):
     assert (setup.num_nodes, setup.devices_per_node, "checkpoint" in setup.methods) == (2, 4, True)
 
 
+def test_a_script_with_a_recipe_of_automodel_is_recognised(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(json.dumps({"step_scheduler": {"local_batch_size": 8}, "distributed": {"strategy": "fsdp2"}}))
+    source = Source.of(f"torchrun --nproc-per-node=8 finetune.py -c {path} --step_scheduler.local_batch_size=2")
+    setup = recognised(source).read(source)
+    assert (setup.tool, setup.micro_batch, setup.devices_per_node) == ("automodel", 2, 8)
+
+
 def test_what_only_a_run_tells_is_assumed():
     words = "torchrun --nproc_per_node $GPUS p.py --num-layers $N --micro-batch-size 1 --tensor-model-parallel-size $TP"
     setup = target("megatron").read(command(words))
