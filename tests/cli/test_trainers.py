@@ -217,6 +217,11 @@ def test_a_plan_for_a_trainer_is_one_that_it_can_express(tool, tmp_path, capsys)
     assert "sbatch launch.slurm" in capsys.readouterr().out
 
 
+def test_a_trainer_that_is_only_read_is_refused_at_once(capsys):
+    assert main(["plan", *SHAPE, "--cluster", "8xA100-80GB", "--for", "axolotl"]) == 1
+    assert "atorch reads Axolotl's files and writes none" in capsys.readouterr().err
+
+
 def test_an_unknown_trainer_is_named(capsys):
     assert main(["plan", *SHAPE, "--cluster", "1xA100-80GB", "--for", "acelerate"]) == 1
     assert "did you mean 'accelerate'" in capsys.readouterr().err
