@@ -60,6 +60,9 @@ def _read_deepspeed(fields: Fields, draft: Draft, source: Source, key: str, fill
     from atorch.trainer_configs import deepspeed
 
     named = fields.data[key]
+    if named is True:
+        fields.tell(key, "assumed", "the script says the rest: ddp, without 16-bit weights, in the estimate")
+        return
     if not isinstance(named, (str, Mapping)):
         raise fields.invalid(key, "it is the path of a configuration, or the configuration")
     values = named if isinstance(named, Mapping) else values_of(source.beside(named))

@@ -172,6 +172,13 @@ def test_adapters_of_llama_factory_are_read(tmp_path):
     assert read("per_device_train_batch_size: 1\nfinetuning_type: full\nlora_rank: 8", tmp_path).knobs == {}
 
 
+def test_a_script_that_configures_deepspeed_itself_is_told():
+    source = Source.of("deepspeed --num_gpus 8 main.py --per_device_train_batch_size 8 --zero_stage 3 --deepspeed")
+    setup = recognised(source).read(source)
+    assert note_of(setup, "--deepspeed")[0] == "assumed"
+    assert note_of(setup, "--zero_stage")[0] == "unknown"
+
+
 def test_an_option_in_place_of_the_files_value_is_told(tmp_path):
     path = tmp_path / "recipe.json"
     held = {"model_name_or_path": "Qwen/Qwen3-8B", "max_length": 512, "optim": "lion", "lora_r": 8}

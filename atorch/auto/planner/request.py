@@ -100,9 +100,7 @@ class PlanRequest:
             if value not in allowed and (value is not None or name not in CHOICES):
                 raise ArgumentError(f"{name} is {value!r}; {near_miss(str(value), allowed)}")
         if self.target is not None:
-            lacking = trainer_configs.target(self.target).lacks(Strategy(()))
-            if lacking:
-                raise ArgumentError(f"no plan is for {self.target}: it lacks {'; '.join(lacking)}")
+            trainer_configs.target(self.target).need_some()
         object.__setattr__(self, "max_step", duration(self.max_step, "max_step", "2s"))
         if self.host_memory not in (None, True, False):
             raise ArgumentError(
