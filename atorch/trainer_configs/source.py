@@ -313,6 +313,11 @@ class Fields:
         """All entries; keys that were not told are unknown, with the nearest of `known` and of what was told."""
         for fields, key in self._untold():
             names = {*fields._known, *fields._told, *(known if fields is self else ())}
+            if key in names:
+                self._entries.append(
+                    Entry(fields.path(key), fields.data[key], "assumed", "the value says nothing here")
+                )
+                continue
             nearest = near_miss(key, names) if names else ""
             hint = f"; {nearest}" if nearest and not nearest.endswith("…") else ""  # a list without an end helps nobody
             self._entries.append(Entry(fields.path(key), fields.data[key], "unknown", f"there is no such key{hint}"))

@@ -103,6 +103,8 @@ def _read_batches(fields: Fields, draft: Draft) -> None:
         if draft.fields.get("seq") is None and isinstance(fields.data.get(key), (int, str)):
             draft.fields["seq"] = fields.whole(key, 1)
             fields.tell(key, "used", "tokens of a sample; shorter ones are reckoned as full")
+        elif fields.data.get(key) is not None:
+            fields.tell(key, "not expressed", "samples have another key's number of tokens in the estimate")
     if fields.flag("packing"):
         fields.tell("packing", "used", "samples are full")
     fields.tell_all({"packing": ("not expressed", "every sample has its full length in the estimate")})

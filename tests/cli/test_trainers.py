@@ -147,6 +147,8 @@ def test_what_a_trainer_silently_does_is_told(tmp_path):
         tmp_path,
     )
     assert note_of(setup, "fsdp_config.fsdp_version") == ("assumed", "1, the default")
+    alone = read("distributed_type: 'NO'\nnum_processes: 8", tmp_path)
+    assert (alone.world_size, note_of(alone, "num_processes")[0]) == (1, "no effect")
     assert note_of(setup, "fsdp_config.fsdp_reshard_after_forward")[0] == "no effect"
     assert "one unit" in note_of(setup, "fsdp_config.fsdp_auto_wrap_policy")[1]
     assert "quote it" in note_of(setup, "mixed_precision")[1]
@@ -177,6 +179,13 @@ def test_a_script_that_configures_deepspeed_itself_is_told():
     setup = recognised(source).read(source)
     assert note_of(setup, "--deepspeed")[0] == "assumed"
     assert note_of(setup, "--zero_stage")[0] == "unknown"
+
+
+def test_a_known_key_without_a_value_is_not_unknown(tmp_path):
+    more = "\nmax_length: null\nmax_seq_length: 512\nblock_size: 1024"
+    setup = read(f"per_device_train_batch_size: 1{more}", tmp_path)
+    assert (setup.seq, note_of(setup, "block_size")[0]) == (512, "not expressed")
+    assert note_of(setup, "max_length") == ("assumed", "the value says nothing here")
 
 
 def test_an_option_in_place_of_the_files_value_is_told(tmp_path):
