@@ -16,7 +16,7 @@ from atorch.errors import ArgumentError
 from atorch.trainer_configs.fsdp_settings import read_fsdp, read_parallelism
 from atorch.trainer_configs.setup import IRRELEVANT, Draft, Entry, Kind, Target, TrainingSetup
 from atorch.trainer_configs.source import Fields, Source, options_of, values_of
-from atorch.trainer_configs.transformers_keys import ATTENTION, EXACT, NO_EFFECT, OPTIMIZERS, WRITTEN
+from atorch.trainer_configs.transformers_keys import ADAPTERS, ATTENTION, EXACT, KNOWN, NO_EFFECT, OPTIMIZERS, WRITTEN
 
 if TYPE_CHECKING:
     from atorch.auto.strategy import Strategy
@@ -69,16 +69,6 @@ def _read_deepspeed(fields: Fields, draft: Draft, source: Source, key: str, fill
     name = "deepspeed" if isinstance(named, Mapping) else named
     fields.tell(key, "used", "DeepSpeed's configuration; its keys follow")
     fields.extend(deepspeed.read_config(Fields(name, values, "deepspeed: "), draft, filled_by))
-
-
-KNOWN = (
-    *("per_device_train_batch_size", "gradient_accumulation_steps", "bf16", "fp16", "gradient_checkpointing", "optim"),
-    *("fsdp", "fsdp_config", "deepspeed", "torch_compile", "max_length", "model_name_or_path", "use_liger_kernel"),
-    *("use_peft", "lora_r", "load_in_4bit", "attn_implementation", "parallelism_config"),
-)
-
-
-ADAPTERS = ("use_peft", "lora_r", "lora_rank", "lora_target_modules", "lora_target")
 
 
 def _read_batches(fields: Fields, draft: Draft) -> None:
