@@ -85,7 +85,7 @@ def _job(setup: TrainingSetup, given: Given, request: PlanRequest) -> JobSource:
 
 
 def _with_options(setup: TrainingSetup, given: Given) -> TrainingSetup:
-    """The setup with the batch of the options, and with the methods that they include."""
+    """The setup with the batch of the options and the methods that they include, and notes on what they replace."""
     from atorch.auto.strategy import Strategy
 
     batch = given.wanted.get("global_batch")
@@ -100,6 +100,12 @@ def _with_options(setup: TrainingSetup, given: Given) -> TrainingSetup:
             raise ArgumentError(f"{option} is {value}, and {given.configuration} says {held}; leave the option out")
         if value is not None:
             changed[name] = value
+    pairs = {"model": (setup.model, given.named), "seq": (setup.seq, given.seq)}
+    pairs |= {name: (setup.knobs.get(name), given.wanted.get(name)) for name in RECIPE}
+    changed["entries"] = (*setup.entries, *(
+        Entry(name, held, "assumed", f"the configuration has {held}; this is for {value} of the option")
+        for name, (held, value) in pairs.items() if held and value and str(held) != str(value)
+    ))  # fmt: skip
     if batch is not None and "gradient_accumulation_steps" in assumed:
         changed["accumulation"] = None
     setup = replace(setup, **changed)

@@ -204,13 +204,20 @@ def explanation_report(data: Mapping[str, Any], title: str = "", max_rows: int =
     parts += ["", _spent(data), _legend(data), ""]
     listed = [entry for entry in data["entries"] if entry["kind"] != "no effect"]
     rows = [(entry["key"], setting(entry["value"]), entry["kind"], entry["note"]) for entry in listed]
-    parts.append(table(f"{data['source']}, read as {data['trainer']}'s", ("key", "value", "", "meaning"), rows))
+    parts.append(
+        table(
+            f"{data['source']}, read as {data['trainer']}'{'' if data['trainer'].endswith('s') else 's'}",
+            ("key", "value", "", "meaning"),
+            rows,
+        )
+    )
     idle = [entry["key"] for entry in data["entries"] if entry["kind"] == "no effect"]
     if idle:
         parts.append(Text(f"No effect on memory or time: {', '.join(idle)}.", style="dim"))
     gains = list(improvements(data, max_rows))
     head = ("change", ">step", ">saves", ">memory needed", ">saves memory")
-    parts.append(table("What one change gains", head, gains) if gains else Text("No single change gains more."))
+    none = f"No single change {'gains more' if data['fits'] else 'makes it fit'}."
+    parts.append(table("What one change gains", head, gains) if gains else Text(none))
     return Group(*parts)
 
 

@@ -121,6 +121,8 @@ def _read_processes(fields: Fields, draft: Draft, kind: str, is_launched: bool) 
     nodes, world = fields.whole("num_machines", 1), fields.whole("num_processes", -1)
     if kind == "NO":
         nodes, world = 1, 1
+        single: tuple[Kind, str] = ("no effect", "one process is started: distributed_type is NO")
+        fields.tell_all(dict.fromkeys(("num_processes", "num_machines"), single))
     if world is not None and world < 1:
         fields.tell("num_processes", "assumed", "it is given when the job is launched: give --cluster")
         world = None

@@ -14,7 +14,7 @@ from atorch.errors import ArgumentError
 from atorch.trainer_configs.keys import NO_EFFECT, Keys, file_of, number, processes, split_launch, tell_not_expressed
 from atorch.trainer_configs.setup import Draft, Entry, Kind, Target, TrainingSetup
 from atorch.trainer_configs.shell import command_of
-from atorch.trainer_configs.source import Fields, Source, values_of
+from atorch.trainer_configs.source import Fields, Source, options_of, values_of
 
 ATTENTION = ("flash_attention", "sdp_attention", "xformers_attention", "flex_attention", "sage_attention")
 OPTIMIZERS: Mapping[str, tuple[str, Kind]] = {
@@ -44,7 +44,13 @@ def read(source: Source) -> TrainingSetup:
         if named is None:
             raise ArgumentError(f"{source.name} names no file of Axolotl's; give its .yaml")
         values = values_of(file_of(source, named) or Path(named))
-        nodes, per_node, told = processes(split_launch(command.words)[0], command.variables)
+        more = command.words[command.words.index(named) + 1 :]
+        end = more.index("--") if "--" in more else len(more)  # words of the launcher follow
+        nodes, per_node, told = processes([*split_launch(command.words)[0], *more[end + 1 :]], command.variables)
+        given = {name.lstrip("-").replace("-", "_"): value for name, value in options_of(more[:end])[0].items()}
+        entries += [Entry("--launcher", given.pop("launcher"), *NO_EFFECT)] if "launcher" in given else []
+        is_negated = {key: key.startswith("no_") and key[3:] in keys.names for key in given}
+        values |= {key[3:] if is_negated[key] else key: not is_negated[key] and given[key] for key in given}
         entries += [Entry("config", named, "used", "its keys follow"), *told]
         draft.fields |= {"num_nodes": nodes, "devices_per_node": per_node}
     fields = Fields(source.name, values, "", entries)

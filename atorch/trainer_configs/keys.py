@@ -16,7 +16,8 @@ from atorch.trainer_configs.shell import is_known
 from atorch.trainer_configs.source import Fields, Source, options_of
 
 NO_EFFECT: tuple[Kind, str] = ("no effect", "neither the estimate of memory nor that of time depends on it")
-NODES = ("--nnodes", "--num_nodes", "--nodes", "-N")
+NODES = ("--nnodes", "--num_nodes", "--nodes", "-N", "--num_machines", "--num-machines")
+ALL = ("--num_processes", "--num-processes")  # Accelerate's: on all nodes together
 PER_NODE = ("--nproc-per-node", "--nproc_per_node", "--ntasks-per-node", "--gpus-per-node", "--num_gpus")
 
 
@@ -112,17 +113,22 @@ def processes(launcher: Collection[str], variables: Mapping[str, str]) -> tuple[
     """Nodes, processes of a node, and the entries of a launcher's options; None for what only a run tells."""
     options = options_of(tuple(launcher))[0]
     entries, found = list[Entry](), list[int | None]()
-    for names in (NODES, PER_NODE):
+    for names in (NODES, PER_NODE, ALL):
         given = [str(options[name]) for name in names if name in options]
         found.append(next((int(value) for value in given if re.fullmatch(r"0*[1-9]\d{0,5}", value)), None))
     for name, value in options.items():
-        if name not in (*NODES, *PER_NODE):
+        if name not in (*NODES, *PER_NODE, *ALL):
             entries.append(Entry(name, value, "no effect", "for starting processes alone"))
         elif str(value).isdecimal():
-            entries.append(Entry(name, value, "used", "nodes" if name in NODES else "processes of a node"))
+            note = "nodes" if name in NODES else f"processes {'of a node' if name in PER_NODE else 'on all nodes'}"
+            entries.append(Entry(name, value, "used", note))
         else:
             entries.append(Entry(name, value, "assumed", "only a run tells how many; give --cluster"))
-    nodes, per_node = found
+    nodes, per_node, total = found
+    if per_node is None and total is not None:
+        per_node = total // (nodes or 1)
+        if per_node * (nodes or 1) != total or not per_node:
+            raise ArgumentError(f"{nodes} nodes have not equally many of {total} processes; change one of them")
     if per_node is None and re.fullmatch(r"[1-9]\d{0,4}", variables.get("NGPU", "")):
         nodes, per_node = nodes or 1, int(variables["NGPU"])
         entries.append(Entry("NGPU", per_node, "used", "processes of a node"))

@@ -270,3 +270,11 @@ class Target:
     lacks: Callable[[Strategy], tuple[str, ...]]
     write: Callable[[TrainingSetup], Mapping[str, str]]
     command: Callable[[TrainingSetup], str]
+
+    def need_some(self) -> None:
+        """Raise ArgumentError if the trainer cannot express any strategy."""
+        from atorch.auto.strategy import Strategy
+
+        lacking = self.lacks(Strategy(()))
+        if lacking:
+            raise ArgumentError(f"no plan is for {self.title}: it lacks {'; '.join(lacking)}")

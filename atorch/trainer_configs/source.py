@@ -21,6 +21,7 @@ from atorch.trainer_configs.setup import Entry, Kind
 from atorch.trainer_configs.shell import SUFFIXES, read_script
 
 FORMAT = Format("configuration", ArgumentError, max_bytes=2**17, max_values=5_000)
+MAX_WHOLE = 2**40
 MAX_MERGED = 1_000  # keys that `<<` may bring into one mapping, and merges in a file
 
 
@@ -235,6 +236,8 @@ class Fields:
             value = int(value)
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise self.invalid(key, f"it is a whole number of at least {least}")
+        if value > MAX_WHOLE:
+            raise self.invalid(key, f"it is a whole number of at most {MAX_WHOLE:,}")
         return value
 
     def flag(self, key: str) -> bool | None:
@@ -310,6 +313,12 @@ class Fields:
         """All entries; keys that were not told are unknown, with the nearest of `known` and of what was told."""
         for fields, key in self._untold():
             names = {*fields._known, *fields._told, *(known if fields is self else ())}
-            hint = f"; {near_miss(key, names)}" if names else ""
+            if key in names:
+                self._entries.append(
+                    Entry(fields.path(key), fields.data[key], "assumed", "the value says nothing here")
+                )
+                continue
+            nearest = near_miss(key, names) if names else ""
+            hint = f"; {nearest}" if nearest and not nearest.endswith("…") else ""  # a list without an end helps nobody
             self._entries.append(Entry(fields.path(key), fields.data[key], "unknown", f"there is no such key{hint}"))
         return tuple(self._entries)

@@ -16,7 +16,7 @@ from atorch.errors import ArgumentError
 from atorch.trainer_configs.fsdp_settings import read_fsdp, read_parallelism
 from atorch.trainer_configs.setup import IRRELEVANT, Draft, Entry, Kind, Target, TrainingSetup
 from atorch.trainer_configs.source import Fields, Source, options_of, values_of
-from atorch.trainer_configs.transformers_keys import ATTENTION, EXACT, NO_EFFECT, OPTIMIZERS, WRITTEN
+from atorch.trainer_configs.transformers_keys import ADAPTERS, ATTENTION, EXACT, KNOWN, NO_EFFECT, OPTIMIZERS, WRITTEN
 
 if TYPE_CHECKING:
     from atorch.auto.strategy import Strategy
@@ -47,6 +47,8 @@ def read_arguments(fields: Fields, draft: Draft, source: Source) -> tuple[Entry,
     _read_methods(fields, draft)
     if fields.data.get("fsdp") or fields.data.get("fsdp_config"):
         _read_fsdp(fields, draft, source)
+        key = "fsdp_transformer_layer_cls_to_wrap"  # an argument of its own before transformers 5
+        fields.tell_all({key: ("used", "the blocks, which atorch finds by itself")})
     if fields.data.get("deepspeed"):
         _read_deepspeed(fields, draft, source, "deepspeed", TITLE)
     fields.tell_all(dict.fromkeys(NO_EFFECT.split(), IRRELEVANT))
@@ -58,19 +60,15 @@ def _read_deepspeed(fields: Fields, draft: Draft, source: Source, key: str, fill
     from atorch.trainer_configs import deepspeed
 
     named = fields.data[key]
+    if named is True:
+        fields.tell(key, "assumed", "the script says the rest: ddp, without 16-bit weights, in the estimate")
+        return
     if not isinstance(named, (str, Mapping)):
         raise fields.invalid(key, "it is the path of a configuration, or the configuration")
     values = named if isinstance(named, Mapping) else values_of(source.beside(named))
     name = "deepspeed" if isinstance(named, Mapping) else named
     fields.tell(key, "used", "DeepSpeed's configuration; its keys follow")
     fields.extend(deepspeed.read_config(Fields(name, values, "deepspeed: "), draft, filled_by))
-
-
-KNOWN = (
-    *("per_device_train_batch_size", "gradient_accumulation_steps", "bf16", "fp16", "gradient_checkpointing", "optim"),
-    *("fsdp", "fsdp_config", "deepspeed", "torch_compile", "max_length", "model_name_or_path", "use_liger_kernel"),
-    *("use_peft", "lora_r", "load_in_4bit", "attn_implementation", "parallelism_config"),
-)
 
 
 def _read_batches(fields: Fields, draft: Draft) -> None:
@@ -82,9 +80,10 @@ def _read_batches(fields: Fields, draft: Draft) -> None:
     fields.tell(
         "per_gpu_train_batch_size" if old else "per_device_train_batch_size", told, f"{default}samples of a micro-batch"
     )
-    told, default = ("assumed", "1, Transformers' default: ") if count is None else ("used", "")
-    fields.tell("gradient_accumulation_steps", told, f"{default}micro-batches of a step")
     held = draft.fields.get("accumulation")
+    default = "1, Transformers' default: " if held is None else f"{held}, as the launcher's configuration says: "
+    told, default = ("assumed", default) if count is None else ("used", "")
+    fields.tell("gradient_accumulation_steps", told, f"{default}micro-batches of a step")
     if count is not None and held not in (None, count):
         raise fields.invalid(
             "gradient_accumulation_steps", f"the launcher's configuration says {held}; make them equal"
@@ -94,6 +93,8 @@ def _read_batches(fields: Fields, draft: Draft) -> None:
         if draft.fields.get("seq") is None and isinstance(fields.data.get(key), (int, str)):
             draft.fields["seq"] = fields.whole(key, 1)
             fields.tell(key, "used", "tokens of a sample; shorter ones are reckoned as full")
+        elif fields.data.get(key) is not None:
+            fields.tell(key, "not expressed", "samples have another key's number of tokens in the estimate")
     if fields.flag("packing"):
         fields.tell("packing", "used", "samples are full")
     fields.tell_all({"packing": ("not expressed", "every sample has its full length in the estimate")})
@@ -106,19 +107,25 @@ def _read_model(fields: Fields, draft: Draft) -> None:
             draft.fields["model"] = fields.data[key]
             fields.tell(key, "used", "the model")
     rank, is_4bit = fields.whole("lora_r", 1) or fields.whole("lora_rank", 1), bool(fields.flag("load_in_4bit"))
-    has_adapters = fields.flag("use_peft")
+    is_4bit = is_4bit or fields.whole("quantization_bit", 2) == 4
+    kind = fields.word("finetuning_type")  # this, lora_target and quantization_bit are LLaMA-Factory's
+    has_adapters = fields.flag("use_peft") if kind is None else kind == "lora"
+    note = "frozen layers, if any, are trained as well" if kind not in ("lora", "full") else f"{kind}: see adapters"
+    fields.tell_all({"finetuning_type": ("used" if kind in ("lora", "full") else "not expressed", note)})
     if has_adapters or (has_adapters is None and rank is not None):
-        rank = rank or 16
-        targets = fields.data.get("lora_target_modules", "all-linear")
-        names = targets.split(",") if isinstance(targets, str) else targets
+        rank = rank or (16 if kind is None else 8)
+        targets = fields.data.get("lora_target_modules", fields.data.get("lora_target", "all-linear"))
+        names = [name.strip() for name in targets.split(",")] if isinstance(targets, str) else targets
+        names = ["all-linear"] if names == ["all"] else names
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
             raise fields.invalid("lora_target_modules", "it is names of modules")
         knobs["lora"] = str(rank) if names == ["all-linear"] else f"{rank}:{','.join(names)}"
         knobs |= {"qlora": True} if is_4bit else {}
-        for key in ("use_peft", "lora_r", "lora_rank", "lora_target_modules"):
+        for key in ADAPTERS:
             fields.tell_all({key: ("used", f"lora {knobs['lora']}: adapters beside frozen weights")})
-        fields.tell_all({"load_in_4bit": ("used", "qlora: frozen weights in 4 bits" if is_4bit else "no qlora")})
-    for key in ("use_peft", "lora_r", "lora_rank", "lora_target_modules", "load_in_4bit"):
+        for key in ("load_in_4bit", "quantization_bit"):
+            fields.tell_all({key: ("used", "qlora: frozen weights in 4 bits" if is_4bit else "no qlora")})
+    for key in (*ADAPTERS, "load_in_4bit", "quantization_bit"):
         fields.tell_all({key: ("no effect", "no adapters are trained")})
     for key in ("lora_alpha", "lora_task_type", "use_rslora", "use_dora", "lora_modules_to_save", "load_in_8bit"):
         kind: Kind = "no effect" if key in ("lora_alpha", "lora_task_type", "use_rslora") else "not expressed"
@@ -220,7 +227,10 @@ def read_command(source: Source, draft: Draft, tool: str, first: Sequence[Entry]
     if not first:
         draft.fields["num_nodes"], draft.fields["devices_per_node"] = _processes(Fields(source.name, launcher))
         told = tuple(_told_launcher(launcher))
-    fields = Fields(source.name, {name.lstrip("-").replace("-", "_"): value for name, value in script.items()}, "--")
+    given = {name.lstrip("-").replace("-", "_"): value for name, value in script.items()}
+    fields = Fields(source.name, {**arguments_file(source), **given}, "--")
+    if len(fields.data) > len(given):
+        fields.tell_all({"config": ("used", "arguments of the script, which its options override")})
     is_own = "deepspeed_config" in fields  # the argument that DeepSpeed adds to any script, with --deepspeed
     if not is_own and (tool == TARGET.name or not set(KNOWN).isdisjoint(fields.data)):
         told = (*told, *read_arguments(fields, draft, source))
@@ -229,7 +239,23 @@ def read_command(source: Source, draft: Draft, tool: str, first: Sequence[Entry]
             _read_deepspeed(fields, draft, source, "deepspeed_config", "")
             fields.tell_all({"deepspeed": ("used", "on")})
         told = (*told, *(replace(entry, note=OWN) if entry.kind == "unknown" else entry for entry in fields.finish()))
+    told = tuple(replace(entry, note=OWN) if entry.note == "there is no such key" else entry for entry in told)
     return draft.setup(tool, (*told, Entry("precision", None, "used", draft.set_precision())))
+
+
+def arguments_file(source: Source) -> dict[str, Any]:
+    """The arguments in the file that a script is given by `--config`, as TRL's are, or by its path alone.
+
+    Raises:
+        ArgumentError: the file is not valid.
+    """
+    start = next((index for index, word in enumerate(source.words) if word.endswith(".py")), None)
+    options, rest = options_of(source.words[start + 1 :]) if start is not None else ({}, ())
+    for named in (options.get("--config"), *rest):
+        if isinstance(named, str) and named.endswith((".json", ".yaml", ".yml")) and source.beside(named).is_file():
+            values = values_of(source.beside(named))
+            return values if set(KNOWN) & set(values) else {}
+    return {}
 
 
 OWN = "an argument of the script itself, which may change anything"
@@ -334,12 +360,14 @@ def lacks(strategy: Strategy) -> tuple[str, ...]:
 
     axes = [axis for method in strategy for axis, _ in getattr(method, "slices", ()) if axis != "data"]
     why = [f"{', '.join(axes)}: TrainingArguments as a file have no mesh; Accelerate's file has"] if axes else []
+    why += ["fp8: TrainingArguments have none; Accelerate's file has"] if "fp8" in strategy else []
     return (*why, *accelerate.lacks(strategy))
 
 
 def write(setup: TrainingSetup) -> dict[str, str]:
     """See `Target.write`."""
-    return {NAME: text_of(setup, **_fsdp_of(setup))}
+    more = {"torch_compile": True} if "compile" in setup.methods else {}
+    return {NAME: text_of(setup, **_fsdp_of(setup), **more)}
 
 
 def _fsdp_of(setup: TrainingSetup) -> dict[str, Any]:
@@ -362,6 +390,7 @@ TARGET = Target(
     recognises=lambda source: bool(
         {"per_device_train_batch_size", "per_gpu_train_batch_size"} & set(source.data)
         or any(word.startswith("--per_device_train_batch_size") for word in source.words)
+        or "per_device_train_batch_size" in arguments_file(source)
     ),
     read=read,
     lacks=lacks,

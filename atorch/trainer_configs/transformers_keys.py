@@ -17,6 +17,12 @@ ATTENTION: Mapping[str, str] = {
     **{"sdpa": "sdpa", "eager": "eager", "flash_attention_2": "flash_attention_2"},
     **{"flash_attention_3": "flash_attention_2", "kernels-community/flash-attn2": "flash_attention_2"},
 }
+KNOWN = (
+    *("per_device_train_batch_size", "gradient_accumulation_steps", "bf16", "fp16", "gradient_checkpointing", "optim"),
+    *("fsdp", "fsdp_config", "deepspeed", "torch_compile", "max_length", "model_name_or_path", "use_liger_kernel"),
+    *("use_peft", "lora_r", "load_in_4bit", "attn_implementation", "parallelism_config"),
+)
+ADAPTERS = ("use_peft", "lora_r", "lora_rank", "lora_target_modules", "lora_target")
 NO_EFFECT = """
     adam_beta1 adam_beta2 adam_epsilon assistant_only_loss auto_find_batch_size average_tokens_across_devices
     batch_eval_metrics beta bf16_full_eval bnb_4bit_quant_storage bnb_4bit_quant_type cache_dir chat_template

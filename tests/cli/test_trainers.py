@@ -113,6 +113,7 @@ CONTRADICTIONS = {
     "version": ("distributed_type: FSDP\nnum_processes: 8\nfsdp_config: {fsdp_version: 3}", "it is 1 or 2"),
     "machines": ("distributed_type: MULTI_GPU\nnum_processes: 8\nnum_machines: 3", "3 machines"),
     "word": ("distributed_type: MULTI_GPU\nnum_processes: 8\nmixed_precision: bf17", "fp16, bf16"),
+    "size": ('{"train_batch_size": 1e300, "zero_optimization": {"stage": 2}}', "at most 1,099,511,627,776"),
     "tpu": ("distributed_type: XLA\nnum_processes: 8", "TPU"),
 }  # fmt: skip
 
@@ -146,10 +147,59 @@ def test_what_a_trainer_silently_does_is_told(tmp_path):
         tmp_path,
     )
     assert note_of(setup, "fsdp_config.fsdp_version") == ("assumed", "1, the default")
+    alone = read("distributed_type: 'NO'\nnum_processes: 8", tmp_path)
+    assert (alone.world_size, note_of(alone, "num_processes")[0]) == (1, "no effect")
     assert note_of(setup, "fsdp_config.fsdp_reshard_after_forward")[0] == "no effect"
     assert "one unit" in note_of(setup, "fsdp_config.fsdp_auto_wrap_policy")[1]
     assert "quote it" in note_of(setup, "mixed_precision")[1]
     assert setup.methods == ("zero2",)
+
+
+@pytest.mark.parametrize("words", ["--config {}", "{}"])
+def test_a_file_of_arguments_beside_a_script_is_read(words, tmp_path):
+    path = tmp_path / "recipe.json"
+    path.write_text(json.dumps({"per_device_train_batch_size": 4, "max_length": 512, "bf16": True}))
+    given = f"{words.format(path)} --max_length 1024 --fsdp true --fsdp_transformer_layer_cls_to_wrap LlamaDecoderLayer"
+    source = Source.of(f"torchrun --nproc_per_node 8 train.py {given} --data_path d.json")
+    setup = recognised(source).read(source)
+    assert (setup.micro_batch, setup.seq, setup.methods) == (4, 1024, ("fsdp", ["half", {"dtype": "bf16"}]))
+    unknown = {entry.key: entry.note for entry in setup.entries if entry.kind == "unknown"}
+    assert unknown == {"--data_path": "an argument of the script itself, which may change anything"}
+
+
+def test_adapters_of_llama_factory_are_read(tmp_path):
+    more = "\nlora_target: q_proj, v_proj\nquantization_bit: 4"
+    setup = read(f"per_device_train_batch_size: 1\nfinetuning_type: lora{more}", tmp_path)
+    assert setup.knobs == {"lora": "8:q_proj,v_proj", "qlora": True}
+    assert read("per_device_train_batch_size: 1\nfinetuning_type: full\nlora_rank: 8", tmp_path).knobs == {}
+
+
+def test_a_script_that_configures_deepspeed_itself_is_told():
+    source = Source.of("deepspeed --num_gpus 8 main.py --per_device_train_batch_size 8 --zero_stage 3 --deepspeed")
+    setup = recognised(source).read(source)
+    assert note_of(setup, "--deepspeed")[0] == "assumed"
+    assert note_of(setup, "--zero_stage")[0] == "unknown"
+
+
+def test_a_known_key_without_a_value_is_not_unknown(tmp_path):
+    more = "\nmax_length: null\nmax_seq_length: 512\nblock_size: 1024"
+    setup = read(f"per_device_train_batch_size: 1{more}", tmp_path)
+    assert (setup.seq, note_of(setup, "block_size")[0]) == (512, "not expressed")
+    assert note_of(setup, "max_length") == ("assumed", "the value says nothing here")
+
+
+def test_an_option_in_place_of_the_files_value_is_told(tmp_path):
+    path = tmp_path / "recipe.json"
+    held = {"model_name_or_path": "Qwen/Qwen3-8B", "max_length": 512, "optim": "lion", "lora_r": 8}
+    path.write_text(json.dumps({"per_device_train_batch_size": 8, "gradient_accumulation_steps": 8, **held}))
+    more = ["Qwen/Qwen3-0.6B", "--seq", "128", "--optimizer", "adamw8bit", "--lora", "8"]
+    data = explained(str(path), *more, tmp_path=tmp_path)
+    notes = {entry["key"]: entry["note"] for entry in data["entries"] if "of the option" in entry["note"]}
+    assert notes == {
+        "model": "the configuration has Qwen/Qwen3-8B; this is for Qwen/Qwen3-0.6B of the option",
+        "seq": "the configuration has 512; this is for 128 of the option",
+        "optimizer": "the configuration has lion; this is for adamw8bit of the option",
+    }
 
 
 def test_a_key_without_its_prefix_is_named_with_it(tmp_path):
@@ -181,6 +231,11 @@ def test_a_plan_for_a_trainer_is_one_that_it_can_express(tool, tmp_path, capsys)
     assert again.strategy(16) == strategy
     assert again.batches(16)[2] == 64
     assert "sbatch launch.slurm" in capsys.readouterr().out
+
+
+def test_a_trainer_that_is_only_read_is_refused_at_once(capsys):
+    assert main(["plan", *SHAPE, "--cluster", "8xA100-80GB", "--for", "axolotl"]) == 1
+    assert "atorch reads Axolotl's files and writes none" in capsys.readouterr().err
 
 
 def test_an_unknown_trainer_is_named(capsys):

@@ -169,6 +169,13 @@ def test_what_a_trainer_lacks_is_named(tool, name):
     assert name in "; ".join(target(tool).lacks(Strategy.of(LACKING[tool][name])))
 
 
+def test_transformers_file_compiles_and_has_no_fp8(tmp_path):
+    methods = [mesh(data=8), HALF, "compile", "fsdp"]
+    exported("transformers", methods, tmp_path)
+    assert json.loads((tmp_path / "training_arguments.json").read_text())["torch_compile"]
+    assert "fp8" in "; ".join(target("transformers").lacks(Strategy.of([*methods, "fp8"])))
+
+
 @pytest.mark.parametrize("kind", LAUNCHERS)
 def test_every_launcher_starts_the_command_on_every_node(kind):
     setup = TrainingSetup(tool="accelerate", num_nodes=4, devices_per_node=8, micro_batch=1, accumulation=2)

@@ -142,6 +142,25 @@ def test_an_unknown_key_is_named_with_the_nearest(words, near):
     assert near in unknown.note
 
 
+def test_options_of_a_command_override_axolotls_file(tmp_path):
+    path = tmp_path / "lora.yaml"
+    path.write_text(json.dumps({"base_model": "a", "micro_batch_size": 2, "gradient_checkpointing": True}))
+    source = Source.of(f"axolotl train {path} --micro-batch-size 3 --no-gradient-checkpointing -- --nproc_per_node=2")
+    setup = recognised(source).read(source)
+    assert (setup.micro_batch, setup.devices_per_node, "checkpoint" in setup.methods) == (3, 2, False)
+    source = Source.of(f"accelerate launch --num_processes 8 --num_machines 2 -m axolotl.cli.train {path}")
+    setup = recognised(source).read(source)
+    assert (setup.num_nodes, setup.devices_per_node, "checkpoint" in setup.methods) == (2, 4, True)
+
+
+def test_a_script_with_a_recipe_of_automodel_is_recognised(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(json.dumps({"step_scheduler": {"local_batch_size": 8}, "distributed": {"strategy": "fsdp2"}}))
+    source = Source.of(f"torchrun --nproc-per-node=8 finetune.py -c {path} --step_scheduler.local_batch_size=2")
+    setup = recognised(source).read(source)
+    assert (setup.tool, setup.micro_batch, setup.devices_per_node) == ("automodel", 2, 8)
+
+
 def test_what_only_a_run_tells_is_assumed():
     words = "torchrun --nproc_per_node $GPUS p.py --num-layers $N --micro-batch-size 1 --tensor-model-parallel-size $TP"
     setup = target("megatron").read(command(words))

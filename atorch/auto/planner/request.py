@@ -87,8 +87,8 @@ class PlanRequest:
             given = getattr(self, name)
             object.__setattr__(self, name, None if given is None else Strategy.of(given))
         batch, reserve, verify = self.global_batch, self.reserve, self.verify
-        if batch is not None and (not isinstance(batch, int) or batch < 1):
-            raise ArgumentError(f"global_batch is {shown(batch)}; it is the samples of a step, at least 1")
+        if batch is not None and (not isinstance(batch, int) or not 1 <= batch <= 2**40):
+            raise ArgumentError(f"global_batch is {shown(batch)}; it is the samples of a step, from 1 to {2**40:,}")
         if not isinstance(reserve, (int, float)) or not 0 <= reserve < 1:
             raise ArgumentError(
                 f"reserve is {shown(reserve)}; it is the share of a device's memory to keep free, as 0.08"
@@ -100,7 +100,7 @@ class PlanRequest:
             if value not in allowed and (value is not None or name not in CHOICES):
                 raise ArgumentError(f"{name} is {value!r}; {near_miss(str(value), allowed)}")
         if self.target is not None:
-            trainer_configs.target(self.target)
+            trainer_configs.target(self.target).need_some()
         object.__setattr__(self, "max_step", duration(self.max_step, "max_step", "2s"))
         if self.host_memory not in (None, True, False):
             raise ArgumentError(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,9 @@ PROJECTIONS = frozenset(f"{name}_proj" for name in ("q", "k", "v", "o", "gate", 
 def recognises(source: Source) -> bool:
     if any("nemo_automodel" in word or re.search(r"(^|/)automodel$", word) for word in source.words):
         return True
-    data = source.data
+    after = [word for before, word in pairwise(source.words) if before in ("-c", "--config")]  # of a script of its own
+    path = file_of(source, after[0]) if after and after[0].endswith((".yaml", ".yml")) else None
+    data = source.data if path is None else values_of(path)
     return isinstance(data.get("step_scheduler"), Mapping) or "nemo_automodel" in str(data.get("model"))[:2000]
 
 
