@@ -8,7 +8,7 @@ from typing import Annotated, cast
 
 import typer
 
-from atorch.cli import calibrate, checkpoint, doctor, plan, strategy, visualize
+from atorch.cli import calibrate, checkpoint, doctor, oom, plan, strategy, visualize
 from atorch.errors import AtorchError, NoFeasiblePlanError
 
 __all__ = ["app", "main"]
@@ -25,6 +25,7 @@ app = typer.Typer(
 )
 app.command("calibrate")(calibrate.calibrate)
 app.command("doctor")(doctor.doctor)
+app.command("explain-oom")(oom.explain_oom)
 app.command("plan")(plan.plan)
 app.command("test")(doctor.selftest)
 app.add_typer(checkpoint.app, name="checkpoint")
@@ -46,10 +47,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line `arguments` (default: the process's own) and return the exit status.
 
     Status 2 is a usage error, reported in one line; 1 is a check that failed; 130 is an interrupt. Those of
-    `atorch plan` guard what comes after it: 0 fits, 3 fits narrowly, 2 nothing fits, 1 an error.
+    `atorch plan` guard what comes after it: 0 fits, 3 fits narrowly, 2 nothing fits, 1 an error. `atorch explain-oom`
+    has 1 for errors, too.
     """
     given = sys.argv[1:] if arguments is None else arguments
-    error_status = 1 if list(given[:1]) == ["plan"] else 2
+    error_status = 1 if given[:1] and given[0] in ("plan", "explain-oom") else 2
     try:
         status = app(arguments, standalone_mode=False, obj=given)
     except _UsageError as error:
