@@ -160,8 +160,9 @@ def plan(
         raise ArgumentError("--solve model looks for the model itself; leave MODEL and its shape out")
     source = CATALOGUE if solve == "model" else source_of(named, model, shape, request)
     clusters = clusters_of([*(cluster or ()), *map(one_gpu, gpu or ())])
-    for written in filter(None, (outputs, exporting)):
-        written.check(len(clusters))
+    outputs.check(len(clusters))
+    if exporting:
+        exporting.check(len(clusters))
     several = len(clusters) > 1
     read = _reader(source, once=several)
 
