@@ -108,12 +108,12 @@ def _read_model(fields: Fields, draft: Draft) -> None:
             fields.tell(key, "used", "the model")
     rank, is_4bit = fields.whole("lora_r", 1) or fields.whole("lora_rank", 1), bool(fields.flag("load_in_4bit"))
     is_4bit = is_4bit or fields.whole("quantization_bit", 2) == 4
-    kind = fields.word("finetuning_type")  # this, lora_target and quantization_bit are LLaMA-Factory's
-    has_adapters = fields.flag("use_peft") if kind is None else kind == "lora"
-    note = "frozen layers, if any, are trained as well" if kind not in ("lora", "full") else f"{kind}: see adapters"
-    fields.tell_all({"finetuning_type": ("used" if kind in ("lora", "full") else "not expressed", note)})
+    tuning = fields.word("finetuning_type")  # this, lora_target and quantization_bit are LLaMA-Factory's
+    has_adapters = fields.flag("use_peft") if tuning is None else tuning == "lora"
+    note = "frozen layers, if any, are trained as well" if tuning not in ("lora", "full") else f"{tuning}: see adapters"
+    fields.tell_all({"finetuning_type": ("used" if tuning in ("lora", "full") else "not expressed", note)})
     if has_adapters or (has_adapters is None and rank is not None):
-        rank = rank or (16 if kind is None else 8)
+        rank = rank or (16 if tuning is None else 8)
         targets = fields.data.get("lora_target_modules", fields.data.get("lora_target", "all-linear"))
         names = [name.strip() for name in targets.split(",")] if isinstance(targets, str) else targets
         names = ["all-linear"] if names == ["all"] else names
@@ -360,7 +360,7 @@ def lacks(strategy: Strategy) -> tuple[str, ...]:
 
     axes = [axis for method in strategy for axis, _ in getattr(method, "slices", ()) if axis != "data"]
     why = [f"{', '.join(axes)}: TrainingArguments as a file have no mesh; Accelerate's file has"] if axes else []
-    why += ["fp8: TrainingArguments have none; Accelerate's file has"] if "fp8" in strategy else []
+    why += ["fp8: TrainingArguments have none; Accelerate's file has"] if "fp8" in strategy.names() else []
     return (*why, *accelerate.lacks(strategy))
 
 
