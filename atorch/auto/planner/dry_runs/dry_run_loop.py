@@ -91,7 +91,7 @@ class DryRunLoop:
         """Run the most valuable candidates until none is worth its time or time is up; then compare the best."""
         if self._alive().any():
             self._clock.expects(self.step_s(self.choice()), self.job.starts.of_kind("build"))
-        while self.num_runs < MAX_RUNS:
+        while self.num_runs < MAX_RUNS + MAX_CONTENDERS:  # the last are of choices that have not run
             index = self._coordinator.broadcast(self.next_run())
             if index is None:
                 break
@@ -118,7 +118,7 @@ class DryRunLoop:
             return self.baseline
         gains = self._gains()
         saved_s = np.where(in_time & (gains >= MIN_GAIN), gains * training_s - takes_s, 0.0)
-        for taken in (self._taken(), self._alive()):
+        for taken in (self._taken(), self._alive()) if self.num_runs < MAX_RUNS else ():
             if (worth := np.where(taken, saved_s / takes_s, 0.0)).max() > 0:
                 return int(worth.argmax())
         return choice if choice not in self.measured and in_time[choice] else None
@@ -256,7 +256,9 @@ class DryRunLoop:
         if self.progress is not None:
             step_s = outcome.step_s if isinstance(outcome, Measurement) else None
             left_s = max(0.0, min(trial.elapsed_s * (MAX_RUNS - self.num_runs), self._clock.left))
-            self.progress(Progress(self.num_runs, MAX_RUNS, str(strategy), step_s, self._best_s(), left_s))
+            self.progress(
+                Progress(self.num_runs, max(MAX_RUNS, self.num_runs), str(strategy), step_s, self._best_s(), left_s)
+            )
 
     def reject(self, index: int, failure: Failure) -> None:
         """Record that a candidate does not run, or was refused or given up."""
