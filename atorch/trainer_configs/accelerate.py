@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from atorch.trainer_configs import deepspeed, transformers
 from atorch.trainer_configs.deepspeed_keys import STAGES
 from atorch.trainer_configs.fsdp_settings import PARALLEL, read_fsdp, read_parallelism
-from atorch.trainer_configs.setup import IRRELEVANT, Draft, Entry, Kind, Target, TrainingSetup, lacking_knobs
+from atorch.trainer_configs.setup import IRRELEVANT, Draft, Entry, Kind, Target, TrainingSetup, lacking_methods
 from atorch.trainer_configs.source import Fields, Source, values_of, yaml_text
 
 if TYPE_CHECKING:
@@ -285,12 +285,9 @@ def lacks(strategy: Strategy) -> tuple[str, ...]:
 
 def _lacking(strategy: Strategy) -> Iterator[str]:
     names = strategy.names()
+    yield from lacking_methods(strategy, ABSENT, KNOBS)
     for method in strategy:
-        if method.name in ABSENT:
-            yield f"{method}: {ABSENT[method.name]}"
-        elif why := lacking_knobs(method, KNOBS.get(method.name, ())):
-            yield f"{method}: {why}"
-        elif method.name == "offload" and getattr(method, "parameters", 0) != 1:
+        if method.name == "offload" and getattr(method, "parameters", 0) != 1:
             yield f"{method}: FSDP offloads parameters with their states, all of them"
     sizes = {axis: size for method in strategy for axis, size in getattr(method, "slices", ())}
     is_fsdp = not {"fsdp", "zero2"}.isdisjoint(names)

@@ -22,7 +22,7 @@ from atorch.trainer_configs.deepspeed_keys import (
     STAGES,
     ZERO_NOTES,
 )
-from atorch.trainer_configs.setup import IRRELEVANT, Draft, Entry, Kind, Target, TrainingSetup, lacking_knobs
+from atorch.trainer_configs.setup import IRRELEVANT, Draft, Entry, Kind, Target, TrainingSetup, lacking_methods
 from atorch.trainer_configs.source import Fields, Source
 
 if TYPE_CHECKING:
@@ -266,12 +266,9 @@ def lacks(strategy: Strategy) -> tuple[str, ...]:
 
 
 def _lacking(strategy: Strategy) -> Iterator[str]:
+    yield from lacking_methods(strategy, ABSENT, KNOBS)
     for method in strategy:
-        if method.name in ABSENT:
-            yield f"{method}: {ABSENT[method.name]}"
-        elif why := lacking_knobs(method, KNOBS.get(method.name, ())):
-            yield f"{method}: {why}"
-        elif method.name == "offload" and 0 < getattr(method, "parameters", 0) < 1:
+        if method.name == "offload" and 0 < getattr(method, "parameters", 0) < 1:
             yield f"{method}: DeepSpeed offloads all parameters or none"
     names = strategy.names()
     sizes = {axis: size for method in strategy for axis, size in getattr(method, "slices", ())}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -11,7 +11,7 @@ from atorch.cost.parallelism import AXES, BATCH_AXES, REPLICA_AXES
 from atorch.errors import ArgumentError, StrategyError, shown
 
 if TYPE_CHECKING:
-    from atorch.auto.strategy import Method, Strategy
+    from atorch.auto.strategy import Strategy
     from atorch.trainer_configs.source import Source
 
 
@@ -241,10 +241,20 @@ SLOTS: Mapping[str, str] = {
 }
 
 
-def lacking_knobs(method: Method, has: Collection[str]) -> str | None:
-    """The knobs of a method that are set and that a trainer does not have, in words, or None."""
-    lacking = sorted(set(method.model_dump(exclude_defaults=True)).difference(has))
-    return f"there is no {' and no '.join(lacking)}" if lacking else None
+def lacking_methods(
+    strategy: Strategy, absent: Mapping[str, str], knobs: Mapping[str, Collection[str]]
+) -> Iterator[str]:
+    """Reasons against methods that a trainer lacks, and against methods with other knobs than it has.
+
+    Args:
+        absent: method → reason why the trainer has nothing like it.
+        knobs: method → its knobs that the trainer can express.
+    """
+    for method in strategy:
+        if method.name in absent:
+            yield f"{method}: {absent[method.name]}"
+        elif lacking := sorted(set(method.model_dump(exclude_defaults=True)).difference(knobs.get(method.name, ()))):
+            yield f"{method}: there is no {' and no '.join(lacking)}"
 
 
 @dataclass(frozen=True)

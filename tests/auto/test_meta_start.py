@@ -372,7 +372,7 @@ def test_what_cannot_start_is_told(make: Callable[[], nn.Module], more: dict[str
 
 
 def loaded(rank: int, size: int, strategy: Any, path: str | None) -> tuple[float, float]:
-    """How far the loaded values, and those after training, are from plain ones."""
+    """The distance of the loaded values, and of those after training, from plain ones."""
     model = made("decoder", on_meta=True)
     result = accelerated(model, strategy, empty_init=True)
     before, after, _ = trained_plainly("decoder")

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from atorch.errors import ArgumentError
-from atorch.trainer_configs.setup import TrainingSetup, lacking_knobs
+from atorch.trainer_configs.setup import TrainingSetup, lacking_methods
 from atorch.trainer_configs.source import yaml_text
 
 if TYPE_CHECKING:
@@ -34,11 +34,7 @@ def lacks(strategy: Strategy) -> tuple[str, ...]:
 
 def _lacking(strategy: Strategy) -> Iterator[str]:
     methods: dict[str, Any] = {method.name: method for method in strategy}
-    for name, method in methods.items():
-        if name in ABSENT:
-            yield f"{method}: {ABSENT[name]}"
-        elif why := lacking_knobs(method, KNOBS.get(name, ())):
-            yield f"{method}: {why}"
+    yield from lacking_methods(strategy, ABSENT, KNOBS)
     sharding = next((name for name in ("zero2", "fsdp") if name in methods), None)
     splits = {"tensor_parallel", "context_parallel", "pipeline_parallel"}.intersection(methods)
     for name in ("half", "amp_native"):

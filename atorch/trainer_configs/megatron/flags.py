@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from atorch.errors import ArgumentError
 from atorch.trainer_configs.keys import torchrun_script
-from atorch.trainer_configs.setup import TrainingSetup, lacking_knobs
+from atorch.trainer_configs.setup import TrainingSetup, lacking_methods
 
 if TYPE_CHECKING:
     from atorch.auto.strategy import Strategy
@@ -47,11 +47,7 @@ def lacks(strategy: Strategy) -> tuple[str, ...]:
 
 def _lacking(strategy: Strategy) -> Iterator[str]:
     methods = {method.name: method for method in strategy}
-    for name, method in methods.items():
-        if name in ABSENT:
-            yield f"{method}: {ABSENT[name]}"
-        elif why := lacking_knobs(method, KNOBS.get(name, ())):
-            yield f"{method}: {why}"
+    yield from lacking_methods(strategy, ABSENT, KNOBS)
     sizes = {axis: size for method in strategy for axis, size in getattr(method, "slices", ())}
     if sizes.get("zero", 1) > 1:
         yield "shards with copies between them (the axis zero): a file of Megatron's shards over all processes"

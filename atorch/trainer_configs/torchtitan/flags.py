@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from atorch.errors import ArgumentError
 from atorch.trainer_configs.keys import Keys, torchrun_script
-from atorch.trainer_configs.setup import TrainingSetup, lacking_knobs
+from atorch.trainer_configs.setup import TrainingSetup, lacking_methods
 
 if TYPE_CHECKING:
     from atorch.auto.strategy import Strategy
@@ -36,11 +36,7 @@ def lacks(strategy: Strategy) -> tuple[str, ...]:
 
 def _lacking(strategy: Strategy) -> Iterator[str]:
     methods: dict[str, Any] = {method.name: method for method in strategy}
-    for name, method in methods.items():
-        if name in ABSENT:
-            yield f"{method}: {ABSENT[name]}"
-        elif why := lacking_knobs(method, KNOBS.get(name, ())):
-            yield f"{method}: {why}"
+    yield from lacking_methods(strategy, ABSENT, KNOBS)
     if "half" in methods and methods["half"].dtype != "bf16":
         yield "half(fp16): torchtitan computes in bf16 or fp32"
     if getattr(methods.get("sequence_parallel"), "mode", "megatron") != "megatron":
