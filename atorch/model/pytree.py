@@ -44,6 +44,12 @@ def map_tensors(change: Callable[[torch.Tensor], Any], data: Any) -> Any:
     return map_leaves(lambda leaf, place: change(leaf) if isinstance(leaf, torch.Tensor) else leaf, data)
 
 
+def in_fp32(data: Any) -> Any:
+    """`data` with tensors of 16-bit floats cast to fp32; caches and other objects that are no containers stay."""
+    narrow = (torch.float16, torch.bfloat16)
+    return map_tensors(lambda tensor: tensor.float() if tensor.dtype in narrow else tensor, data)
+
+
 def leaves_of(data: Any, place: str = "batch") -> list[tuple[str, Any]]:
     """(place, leaf) of every leaf of `map_leaves`, in order."""
     leaves: list[tuple[str, Any]] = []

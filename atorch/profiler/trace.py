@@ -26,7 +26,7 @@ from atorch.errors import ArgumentError
 from atorch.logs import logger, muted
 from atorch.model.copy import copy_with, lazy_copy_with
 from atorch.model.copy_isolation import OriginalReachedError, Originals
-from atorch.model.pytree import batch_size, map_tensors, tensor_bytes, tensors_in
+from atorch.model.pytree import batch_size, in_fp32, map_tensors, tensor_bytes, tensors_in
 from atorch.model.structure import repeated_blocks
 from atorch.model.user_functions import LossFunc, MakeOptimizer, is_elementwise
 from atorch.profiler.fakes import as_on
@@ -273,6 +273,7 @@ def _record(
         stack.enter_context(local_collectives())  # a single process traces
         with torch.autocast("cpu", torch.bfloat16, enabled=is_autocast):
             output = call_model(duplicate, batch)
+        output = in_fp32(output) if is_autocast else output
         if loss_func is not None:
             with torch.autocast("cpu", torch.bfloat16, enabled=job.numbers != "own"):
                 loss_func(batch, output)

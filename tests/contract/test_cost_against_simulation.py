@@ -92,8 +92,9 @@ KNOWN: tuple[tuple[set[str], float, str], ...] = (
     ({"fsdp", "checkpoint"}, 0.22, GRADIENTS),
     ({"fsdp", "checkpoint", "sequence_parallel"}, 0.3, BY_TOKENS),
     ({"fsdp", "checkpoint", "context_parallel"}, 0.3, BY_TOKENS),
-    ({"fsdp", "amp_native"}, 0.2, WORKING),
-    ({"zero2", "amp_native"}, 0.2, WORKING),
+    ({"fsdp", "amp_native"}, 0.25, WORKING),
+    ({"fsdp", "amp_native", "checkpoint"}, 0.33, f"{GRADIENTS}; and {WORKING}"),
+    ({"zero2", "amp_native"}, 0.25, WORKING),
     ({"fsdp", "module_replace"}, 0.2, WORKING),
     ({"fsdp", "micro_batch"}, 0.2, WORKING),
 )

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from atorch.distributed.collectives import world_group
 from atorch.logs import logger
+from atorch.model.pytree import in_fp32
 from atorch.model.user_functions import LossFunc, value_of, with_value
 from atorch.model.wrapper import override_forward
 from atorch.runtime.optimizer.wrapped_optimizer import WrappedOptimizer, caller_in_torch, local_state_dict
@@ -31,14 +32,18 @@ _LARGEST = 2.0**127  # the largest power of two in fp32, the dtype of the loss's
 
 
 def autocast_forward(model: nn.Module, device_type: str, dtype: torch.dtype) -> None:
-    """Run `model.forward` under autocast from now on. Its state, signature and class name stay."""
+    """Run `model.forward` under autocast from now on, and return fp32. Its state, signature and class name stay.
+
+    Code outside forward and loss has no autocast: metrics, NumPy, and other models get the dtype of plain training.
+    """
     override_forward(model, _autocasting, device_type, dtype)
 
 
 def _autocasting(forward: Callable[..., Any], device_type: str, dtype: torch.dtype) -> Callable[..., Any]:
     def autocast(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         with torch.autocast(device_type, dtype):
-            return forward(self, *args, **kwargs)
+            output = forward(self, *args, **kwargs)
+        return in_fp32(output)
 
     return autocast
 

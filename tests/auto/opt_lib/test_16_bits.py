@@ -132,3 +132,40 @@ def test_half_follows_the_model_and_casts_what_it_is_given() -> None:
     model = accelerate(Counted(), [("half", "bf16")], None, mse).model
     x, places = torch.randn(2, 4), torch.tensor(1)
     assert torch.equal(model(x, places=places), model(x.bfloat16(), places)), "as under fsdp"
+
+
+class Structured(nn.Module):
+    """Returns its output in containers, with the hidden state and a number that is no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = make_model()
+
+    def forward(self, x: torch.Tensor) -> Any:
+        output = self.body(x)
+        return {"loss": output.mean(), "logits": (output, output.argmax(-1)), "states": [self.body[0](x)], "count": 3}
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_a_model_under_autocast_returns_fp32(dtype: str) -> None:
+    model = accelerate(Structured(), [("amp_native", dtype)], None, mse).model
+    output = model(X)
+    with torch.no_grad():
+        evaluated = model(X)["logits"][0].numpy()  # NumPy has no bf16
+    rounded = output["logits"][0]
+    assert rounded.dtype == output["loss"].dtype == output["states"][0].dtype == torch.float32
+    assert (output["logits"][1].dtype, output["count"]) == (torch.int64, 3)
+    assert torch.equal(rounded, torch.from_numpy(evaluated))
+    short = torch.bfloat16 if dtype == "bf16" else torch.float16
+    assert torch.equal(rounded, rounded.to(short).float()), "products are in 16 bits"
+
+
+@pytest.mark.parametrize("strategies", [("amp_native", "module_replace"), ("module_replace", "amp_native")])
+def test_models_of_a_script_may_differ_in_precision(strategies: tuple[str, str]) -> None:
+    """As in GANs: the output of one model is the input of the other, outside of loss functions."""
+    first, second = (
+        accelerate(nn.Linear(4, 4), [(name, "bf16") if name == "amp_native" else name], None, mse).model
+        for name in strategies
+    )
+    second(first(X)).sum().backward()
+    assert all(parameter.grad is not None for parameter in first.parameters())

@@ -161,9 +161,14 @@ def on_few_tokens(ctx: Context, name: str) -> Callable[[nn.Module], Any]:
 
 
 def _on_smallest(ctx: Context, name: str, parts: list[Callable[[Any], Any]]) -> Callable[[nn.Module], Any]:
+    from atorch.model.pytree import map_tensors
+
     if ctx.sample_batch is None:
         raise ArgumentError(f"{name} runs the model on a sample before it splits it; give a dataset, or a sample_batch")
     parts = [*parts, lambda batch: batch]
+
+    def narrowed(tensor: Tensor) -> Tensor:  # what 16 bits computed agrees to 16 bits, also if it was cast to fp32
+        return tensor.to(ctx.compute_dtype or tensor.dtype) if tensor.is_floating_point() else tensor
 
     def run(model: nn.Module) -> Any:
         batch = ctx.prepare_input(ctx.sample_batch, next(model.parameters()).device)
@@ -177,7 +182,7 @@ def _on_smallest(ctx: Context, name: str, parts: list[Callable[[Any], Any]]) -> 
                 del parts[0]
             else:
                 del parts[1:]  # later calls take the same part
-                return output
+                return map_tensors(narrowed, output)
 
     return run
 
