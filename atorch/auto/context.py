@@ -29,7 +29,7 @@ from atorch.model.user_functions import LossFunc
 from atorch.runtime.chunk.parameter import ChunkedParameter
 from atorch.runtime.data.loader import Loader, shares_out
 from atorch.runtime.gradients.clip import ClipsItself, add_clipping, parts_of
-from atorch.runtime.gradients.norm_guard import guard_gradients
+from atorch.runtime.gradients.norm_guard import SCALED, guard_gradients
 from atorch.runtime.loss.reduction import LossWeight, Rule, tolerance_of
 from atorch.runtime.loss.rescaling import RankWeight, RankWeighted, num_counts
 from atorch.runtime.memory.deferred_output import Deferred
@@ -204,12 +204,12 @@ class Context:
         """Make gradients refuse computations, such as norms, whose result would differ from plain training's."""
         parameters = dict(built.model.named_parameters())
         is_scaled = built.loss_scale is not _unscaled
-        if self.mesh is not None and self.mesh.size("pipeline") > 1:
+        if is_scaled:
+            why = SCALED
+        elif self.mesh is not None and self.mesh.size("pipeline") > 1:
             why = "is of one stage, and other processes have those of the other stages"
         elif isinstance(built.model, ClipsItself):
             why = "is on the process that steps it, which has no others"
-        elif is_scaled:
-            why = "is multiplied by the loss scale until optim.step()"
         elif self.layout is not None:
             why = "is one of those that the processes of the axis tensor have parts of"
             split = parts_of(built.model, binding)

@@ -53,10 +53,11 @@ def make_plain_tensors(root: nn.Module, passes: FsdpPasses | None = None) -> Non
         for name in FACTORIES:
             setattr(parameter, name, partial(_made, name, parameter.dtype, parameter.device))
 
-    assigned = _Assigned(sharded)
+    assigned = _Assigned(root, sharded)
 
     def enter(_: nn.Module, args: Any, kwargs: Any) -> Any:
         assigned.refuse()
+        assigned.refuse_other_tensors()
         phase.is_running = True
         for parameter in sharded.values():
             parameter.__class__ = ModelShard  # a step that raised may have left it an ordinary DTensor
@@ -73,13 +74,26 @@ def make_plain_tensors(root: nn.Module, passes: FsdpPasses | None = None) -> Non
 
 
 class _Assigned:
-    """Detects assignments to `.data` of sharded parameters, which replace a DTensor's outer storage, not its shard."""
+    """Detects values that do not reach the shards: assignments to `.data`, and tensors in the place of parameters."""
 
-    def __init__(self, sharded: Mapping[str, DTensor]) -> None:
+    def __init__(self, root: nn.Module, sharded: Mapping[str, DTensor]) -> None:
         self._sharded = sharded
+        places = ((name, *name.rpartition(".")[::2]) for name in sharded)
+        self._places = [(name, root.get_submodule(path)._parameters, last) for name, path, last in places]
         self._known = {name: _shell_and_shard(parameter) for name, parameter in sharded.items()}
 
+    def refuse_other_tensors(self) -> None:
+        """Raise if tensors replace parameters in a call: FSDP2 would compute with what it gathers."""
+        for name, parameters, last in self._places:
+            value = parameters.get(last)
+            if value is not None and not (isinstance(value, nn.Parameter) or hasattr(value, "sharded")):
+                raise ArgumentError(
+                    f"{name} is sharded, and a call has another tensor in its place, as torch.func.functional_call "
+                    "does; write the values into the parameters for the call, or train with ddp or zero1"
+                )
+
     def refuse(self) -> None:
+        """Raise if the data of a parameter was assigned: that replaces a DTensor's outer storage, not its shard."""
         for name, parameter in self._sharded.items():
             shell, shard = _shell_and_shard(parameter)
             if shell == self._known[name][0]:

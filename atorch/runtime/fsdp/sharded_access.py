@@ -228,7 +228,7 @@ def run(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
             return _run_in_forward(func, first, args, kwargs)
         plain = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not isinstance(leaf, (DTensor, _Stands))]
         changes = writes(name, kwargs)
-        into = args[0] if changes else None
+        into = next(iter((*args, *kwargs.values()))) if changes else None  # torch.nn.init gives keywords
         if name in READING or (isinstance(into, Tensor) and not isinstance(into, (DTensor, _Stands))):
             return func(*tree_map(partial(_read_whole, first), args), **tree_map(partial(_read_whole, first), kwargs))
         joins = not changes and any(tensor.dim() or tensor.requires_grad for tensor in plain)

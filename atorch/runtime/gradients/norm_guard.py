@@ -28,6 +28,8 @@ _PRODUCTS = "dot vdot inner matmul __matmul__ __rmatmul__ mm mv bmm addmm baddbm
 _NORMS = "norm vector_norm linalg_norm linalg_vector_norm _foreach_norm normalize renorm layer_norm rms_norm"
 _MIXING = frozenset(f"{_PRODUCTS} {_NORMS} sum mean cumsum sort argsort topk softmax log_softmax".split())
 """Operations that combine several elements; others are recognized by their smaller result."""
+SCALED = "is multiplied by the loss scale until optim.step()"
+"""A reason for a guard, with which a gradient is not added to parameters either."""
 _TENSOR: Any = Tensor
 _SHAPES = (_TENSOR.shape.__get__, _TENSOR.ndim.__get__, Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride)
 
@@ -65,7 +67,7 @@ class _Guarded:
             in_backward = torch._C._current_graph_task_id() != -1 and not any(g.guard.in_hook for g in gradients)
             if not gradients or is_known or in_backward:
                 return func(*args, **kwargs)
-            _check(func, gradients)
+            _check(func, gradients, args)
             is_sharded = any(isinstance(gradient, ModelShard) for gradient in gradients)
             try:
                 result = run(func, args, kwargs) if is_sharded else func(*args, **kwargs)
@@ -112,9 +114,15 @@ def unguard(tensors: Iterable[Any]) -> list[tuple[Any, NormGuard]]:
     return unguarded
 
 
-def _check(func: Any, gradients: list[Any]) -> None:
-    """Refuse functions that would read a number or combine elements or gradients."""
+def _check(func: Any, gradients: list[Any], args: tuple[Any, ...]) -> None:
+    """Refuse functions that would read a number, combine elements or gradients, or add scaled ones to parameters."""
     name, first = func.__name__, gradients[0].guard
+    into = tree_leaves(args[:1]) if first.why == SCALED and name not in _ORDINARY and writes(name, {}) else ()
+    if any(isinstance(leaf, nn.Parameter) for leaf in into):
+        raise ArgumentError(
+            f"the gradient of {first.name} {SCALED}, and {name} would write it into a parameter; train in bf16, "
+            "which needs no loss scale"
+        )
     reads = name in READING and (name != "__format__" or not gradients[0].dim())  # formatting a tensor only shows it
     reads |= func in _SHAPES and any(gradient.guard.is_piece for gradient in gradients)
     if first.is_whole:

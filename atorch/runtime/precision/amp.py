@@ -12,6 +12,7 @@ the job skip steps together, as they reduce one flag per step.
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,7 +23,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from atorch.distributed.collectives import world_group
-from atorch.logs import logger
+from atorch.logs import logger, say_once
 from atorch.model.pytree import in_fp32
 from atorch.model.user_functions import LossFunc, value_of, with_value
 from atorch.model.wrapper import override_forward
@@ -142,8 +143,17 @@ def scale_loss(loss_func: LossFunc, scale: LossScale) -> LossFunc:
         if not value.requires_grad:
             return loss
         alias = value.view_as(value)  # a hook on the user's own tensor would stay on it
-        alias.register_hook(lambda gradient: gradient * scale())  # the scale at the time of backward
+        alias.register_hook(scale_gradient)
         return with_value(loss, alias)
+
+    def scale_gradient(gradient: torch.Tensor) -> torch.Tensor:
+        if torch.is_grad_enabled():  # with create_graph=True
+            say_once(
+                "create_graph=True was given for a loss whose gradients fp16 scales: compute the penalty inside "
+                "loss_func, or divide its gradients by result.optim.scale() and multiply it by that",
+                logging.WARNING,
+            )
+        return gradient * scale()  # the scale at the time of backward
 
     return scaled
 

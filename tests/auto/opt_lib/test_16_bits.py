@@ -11,6 +11,7 @@ from atorch import auto_accelerate
 from atorch.auto.opt_lib.amp_native import AmpNative
 from atorch.auto.opt_lib.half import Half
 from atorch.cluster.spec import ClusterSpec
+from atorch.errors import ArgumentError
 from atorch.runtime.precision.amp import ScaledOptimizer
 from tests.auto.training import accelerate, run_each
 from tests.pool import Pool
@@ -169,3 +170,15 @@ def test_models_of_a_script_may_differ_in_precision(strategies: tuple[str, str])
     )
     second(first(X)).sum().backward()
     assert all(parameter.grad is not None for parameter in first.parameters())
+
+
+def test_scaled_gradients_are_written_into_no_parameter() -> None:
+    """As sharpness-aware minimization does in a loop."""
+    result, batch = accelerated(("amp_native", "fp16")), (X, torch.ones(len(X), 2))
+    result.loss_func(batch, result.model(X)).backward()
+    parameter = next(result.model.parameters())
+    with torch.no_grad(), pytest.raises(ArgumentError, match="add_ would write it into a parameter"):
+        parameter.add_(0.05 * parameter.grad)
+    kept = torch.zeros_like(parameter).add_(parameter.grad)  # of the same scale
+    parameter.grad = 0.5 * kept
+    result.optim.step()

@@ -124,6 +124,17 @@ def test_data_of_a_sharded_parameter_is_written_and_not_assigned(rank: int, size
     model(torch.ones(2, 3, WIDTH))
 
 
+@on_ranks()
+def test_values_of_one_call_are_refused_and_torch_nn_init_writes_the_shards(rank: int, size: int) -> None:
+    model, x = sharded(size), torch.ones(2, 3, WIDTH)
+    nn.init.constant_(model.head.bias, 0.25)
+    nn.init.zeros_(model.head.weight)
+    assert torch.equal(model(x), torch.full_like(x, 0.25))
+    with pytest.raises(ArgumentError, match=r"head.bias is sharded, and a call has another tensor in its place"):
+        torch.func.functional_call(model, {"head.bias": torch.zeros(WIDTH)}, (x,))
+    assert torch.equal(model(x), torch.full_like(x, 0.25))
+
+
 def by_parts(model: Any, optim: torch.optim.Optimizer) -> None:
     for part in model.children():
         part.zero_grad()

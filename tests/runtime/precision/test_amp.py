@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from atorch.errors import ArgumentError
+from atorch.logs import say_once
 from atorch.runtime.precision.amp import LossScale, ScaledOptimizer, autocast_forward, autocast_loss, scale_loss
 from tests.pool import on_ranks
 
@@ -273,11 +274,13 @@ def with_penalty(model, x, loss_func, scale, within):
 
 
 @pytest.mark.parametrize("within", [True, False])
-def test_gradient_penalties_with_a_scale(within):
+def test_gradient_penalties_with_a_scale(within, caplog):
     torch.manual_seed(0)
     plain, x = nn.Linear(3, 3), torch.randn(5, 3)
     model, scale = copy.deepcopy(plain), LossScale(2.0**10)
     with_penalty(plain, x, lambda loss_func: loss_func, lambda: 1.0, True).backward()
+    say_once.cache_clear()
     with_penalty(model, x, lambda loss_func: scale_loss(loss_func, scale), scale, within).backward()
+    assert ("whose gradients fp16 scales" in caplog.text) is not within
     for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(mine.grad / scale(), theirs.grad)
