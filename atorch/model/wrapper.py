@@ -12,7 +12,7 @@ from __future__ import annotations
 import copyreg
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -22,6 +22,8 @@ class Wrapper(nn.Module):
     """Base of wrappers: `self.module` is the user's module, and the wrapper uses its names."""
 
     module: nn.Module
+    is_transparent: ClassVar[bool] = True
+    """True if assigned attributes are the module's; False for wrappers that users know, with their `module`."""
 
     @property
     def training(self) -> bool:
@@ -44,13 +46,27 @@ class Wrapper(nn.Module):
             return getattr(self.module, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        module = self.__dict__.get("_modules", {}).get("module")
-        if module is not None and isinstance(value, torch.Tensor):
-            for held in (module._parameters, module._buffers):
-                if name in held:
-                    held[name] = value  # torch.func.functional_call sets tensors temporarily
-                    return
-        super().__setattr__(name, value)
+        if self._is_own(name):
+            super().__setattr__(name, value)
+        else:
+            self._assign(name, value)
+
+    def _is_own(self, name: str) -> bool:
+        """True for attributes of the wrapper; constructors set `module` last, and all others are the module's."""
+        module = vars(self).get("_modules", {}).get("module")
+        is_property = isinstance(getattr(type(self), name, None), property)
+        if module is None or not self.is_transparent or is_property or name in vars(self) or name in self._modules:
+            return True
+        return name.startswith("_") and name not in vars(module)  # such as nn.Module's
+
+    def _assign(self, name: str, value: Any) -> None:
+        """Set an attribute of the user's module, whose forward reads it there."""
+        held: Any
+        for held in (self.module._parameters, self.module._buffers):
+            if name in held and isinstance(value, torch.Tensor):
+                held[name] = value  # torch.func.functional_call sets tensors temporarily
+                return
+        setattr(self.module, name, value)
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True

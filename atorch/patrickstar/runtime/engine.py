@@ -98,6 +98,8 @@ class PatrickStarEngine(ClipsItself, Wrapper):
         config: the rest of the configuration; its section `client` is ignored.
     """
 
+    is_transparent = False
+
     def __init__(
         self, model: nn.Module, client: PatrickStarClient, config: Mapping[str, Any] | EngineConfig | None = None
     ) -> None:

@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 
 from atorch.errors import StrategyError
 from atorch.logs import logger
+from atorch.model.changes import Additions, Conversions
 from atorch.model.pytree import dense_parts, is_dense
 from atorch.model.wrapper import Wrapper
 from atorch.runtime.data_parallel.buckets import average, broadcast
@@ -46,9 +47,9 @@ class Replicated(Wrapper):
 
     def __init__(self, replicas: DistributedDataParallel) -> None:
         super().__init__()
-        self.module: nn.Module = replicas.module
         self._replicas = (replicas,)  # in a tuple, or its parameters would be registered a second time
-        self._averaging = _Averaging(replicas)
+        self._averaging, self._additions = _Averaging(replicas), Additions(replicas.module)
+        self.module: nn.Module = replicas.module
 
     @property
     def replicas(self) -> DistributedDataParallel:
@@ -56,7 +57,9 @@ class Replicated(Wrapper):
         return self._replicas[0]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's output; backward through it averages gradients."""
+        """The module's output; backward through it averages gradients, also of modules that were replaced."""
+        if additions := self._additions.find():
+            self.take_parameters(parameter for _, parameter in additions)
         self._averaging.begin_forward()
         if torch._C._functorch.peek_interpreter_stack() is not None:  # torch.func returns gradients to its caller
             return self.module(*args, **kwargs)
@@ -98,6 +101,7 @@ class _Averaging:
         self._known: list[torch.Tensor] = [param for param in replicas.module.parameters() if param.requires_grad]
         self._frozen: list[torch.Tensor] = [param for param in replicas.module.parameters() if not param.requires_grad]
         self._unfrozen: list[torch.Tensor] = []
+        self._conversions = Conversions(self._known)
         self._hook(self._known)
 
     def expect(self, output: Any = None) -> None:
@@ -114,6 +118,7 @@ class _Averaging:
         if not torch.is_grad_enabled():
             return
         postpone(self._hooked, weakly(self._postpone))
+        self._conversions.refuse()
         if self._has_run:
             self._has_run = any(parameter.grad is not None for parameter in (*self._known, *self._unfrozen))
         unfrozen = [parameter for parameter in self._frozen if parameter.requires_grad]

@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from atorch.errors import ArgumentError
+from atorch.model.changes import Additions
 from atorch.runtime.chunk.parameter import is_descriptive
 from atorch.runtime.data_parallel.collective_order import CollectiveEvent
 from atorch.runtime.fsdp.groups import drop_unsharded_gradient, groups_of, sharded_in
@@ -53,11 +54,17 @@ def make_plain_tensors(root: nn.Module, passes: FsdpPasses | None = None) -> Non
         for name in FACTORIES:
             setattr(parameter, name, partial(_made, name, parameter.dtype, parameter.device))
 
-    assigned = _Assigned(root, sharded)
+    assigned, additions = _Assigned(root, sharded), Additions(root, replaces_parameters=False)
 
     def enter(_: nn.Module, args: Any, kwargs: Any) -> Any:
         assigned.refuse()
         assigned.refuse_other_tensors()
+        for name, parameter in additions.find() if passes is not None else ():
+            if parameter.requires_grad:
+                raise ArgumentError(
+                    f"{name} is of a module that the model was given after auto_accelerate, and nothing reduces its "
+                    "gradient over processes; replace the module before, or use ddp"
+                )
         phase.is_running = True
         for parameter in sharded.values():
             parameter.__class__ = ModelShard  # a step that raised may have left it an ordinary DTensor
@@ -155,7 +162,7 @@ GENERATES = CollectiveEvent("begins to generate")
 
 
 def keep_methods(root: nn.Module, passes: FsdpPasses | None) -> None:
-    """Make `zero_grad`, `requires_grad_` and `generate` of a sharded model's modules work as on plain ones.
+    """Make `zero_grad`, `requires_grad_`, `to` and `generate` of a sharded model's modules work as on plain ones.
 
     passes: the object that compares the passes of ranks; None on a single rank.
     """
@@ -168,6 +175,7 @@ def keep_methods(root: nn.Module, passes: FsdpPasses | None) -> None:
     for owner in root.modules():
         for name, method in (("zero_grad", _zero_grad), ("requires_grad_", _requires_grad)):
             setattr(owner, name, partial(method, owner, getattr(owner, name), sharded))
+        owner._apply = partial(_stays, owner)
         if callable(getattr(type(owner), "generate", None)):
             owner.generate = run.generating(owner.generate, several=passes is not None)
     root._run_gathered = run.call  # type: ignore[assignment]
@@ -183,6 +191,18 @@ def _zero_grad(module: nn.Module, inner: Callable[..., Any], sharded: list[Any],
             fsdp_param.sharded_param.grad = None
         elif gradient is not None:
             gradient.detach_().zero_()
+
+
+def _stays(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    """Accept conversions that change no dtype and no device, as `model.to(device)`; FSDP2 can convert no shards."""
+    for dtype, device in {(tensor.dtype, tensor.device) for tensor in (*module.parameters(), *module.buffers())}:
+        converted = fn(torch.empty(0, dtype=dtype, device=device))
+        if (converted.dtype, converted.device) != (dtype, device):
+            raise ArgumentError(
+                f"{type(module).__name__} is sharded in {dtype} on {device}, and was to be {converted.dtype} on "
+                f"{converted.device}; move and cast the model before auto_accelerate"
+            )
+    return module
 
 
 def _requires_grad(

@@ -47,10 +47,11 @@ class Pipeline(Wrapper):
 
     def __init__(self, engine: Engine, ties: Ties, names: Sequence[str]) -> None:
         super().__init__()
-        self.module, self.others = engine.parts[0], nn.ModuleList(engine.parts[1:])
         self.engine, self.ties = engine, ties
         self.state_names = tuple(names)  # of the whole model's state, in its order
         self.tied_names = ties.names
+        self.others = nn.ModuleList(engine.parts[1:])
+        self.module = engine.parts[0]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """A deferred output, or, without gradients, the output itself on every process.
@@ -75,6 +76,15 @@ class Pipeline(Wrapper):
         engine = self.engine
         engine.run(StageCalls([(args, kwargs)], keep), train=False)
         return from_place(outputs[0] if outputs else None, engine.last_place, engine.group, engine.device)
+
+    def _assign(self, name: str, value: Any) -> None:
+        if isinstance(value, nn.Module):
+            raise ArgumentError(
+                f"{name} was given another module, and those of a pipelined model are on its stages; replace it before "
+                "auto_accelerate"
+            )
+        for part in self.engine.parts:
+            setattr(part, name, value)
 
     def __deepcopy__(self, memo: Any) -> Any:
         raise ArgumentError(

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 class LocalParts(Wrapper):
     """Base of the distributed model: its local parts, or the whole model before it is partitioned."""
 
+    is_transparent = False
     _others: tuple[nn.Module, ...]
     _waiting: list[Callable[[], None]]
     split: TensorSplit

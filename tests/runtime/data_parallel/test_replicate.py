@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from atorch.errors import StrategyError
+from atorch.errors import ArgumentError, StrategyError
 from atorch.runtime.data_parallel import replicate as module
 from atorch.runtime.data_parallel.replicate import Replicated, average_before_steps, replicate
 from tests.auto.training import assert_trains_like_plain
@@ -51,6 +51,48 @@ def test_names_and_attributes_are_the_users(rank: int, size: int) -> None:
     assert model.greet() == "width 12"
     assert model.get_submodule("blocks.1") is model.module.blocks[1]
     assert not any(module.training for module in model.module.modules())
+
+
+class Scaled(nn.Module):
+    """Its forward reads an attribute, as schedules of a temperature or of depth set it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head, self.scale = nn.Linear(3, 3), nn.Linear(3, 2), 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * self.head(self.body(x)) + getattr(self, "shift", 0.0)
+
+
+@on_ranks()
+def test_attributes_and_modules_that_are_assigned_are_the_models(rank: int, size: int) -> None:
+    model = replicate(Scaled(), world(), CPU)
+    x = torch.full((2, 3), float(rank))
+    before = model(x)
+    model.scale, model.shift = 2.0, 1.0
+    assert torch.allclose(model(x), 2 * before + 1)
+    assert vars(model.module)["scale"] == 2.0
+
+    torch.manual_seed(rank)  # rank 0's values count
+    model.head = nn.Linear(3, 2)
+    model.body.weight = nn.Parameter(torch.eye(3))
+    model(x).square().sum().backward()
+    for parameter in (model.head.weight, model.head.bias, model.body.weight, model.body.bias):
+        both = [torch.empty_like(parameter) for _ in range(2 * size)]
+        torch.distributed.all_gather(both[:size], parameter.detach())
+        torch.distributed.all_gather(both[size:], parameter.grad)
+        assert all(torch.equal(first, other) for first, other in zip(both[::2], both[1::2], strict=True))
+
+
+@on_ranks()
+def test_a_model_that_is_cast_later_is_refused(rank: int, size: int) -> None:
+    model, x = replicate(Scaled(), world(), CPU), torch.ones(2, 3)
+    model.to(CPU)
+    model.body.weight.data = model.body.weight.data.clone()  # of the same device and dtype
+    model(x).sum().backward()
+    model.head.double()
+    with pytest.raises(ArgumentError, match=r"shape \(2, 3\) was moved or cast after auto_accelerate"):
+        model(x)
 
 
 def unchanged(rank: int, size: int) -> bool:

@@ -129,10 +129,15 @@ def test_values_of_one_call_are_refused_and_torch_nn_init_writes_the_shards(rank
     model, x = sharded(size), torch.ones(2, 3, WIDTH)
     nn.init.constant_(model.head.bias, 0.25)
     nn.init.zeros_(model.head.weight)
-    assert torch.equal(model(x), torch.full_like(x, 0.25))
+    assert torch.equal(model.to("cpu").float()(x), torch.full_like(x, 0.25))
+    with pytest.raises(ArgumentError, match=r"is sharded in torch.float32 on cpu, and was to be torch.float64"):
+        model.double()
     with pytest.raises(ArgumentError, match=r"head.bias is sharded, and a call has another tensor in its place"):
         torch.func.functional_call(model, {"head.bias": torch.zeros(WIDTH)}, (x,))
     assert torch.equal(model(x), torch.full_like(x, 0.25))
+    model.head = nn.Linear(WIDTH, WIDTH)
+    with pytest.raises(ArgumentError, match=r"head.weight is of a module that the model was given after"):
+        model(x)
 
 
 def by_parts(model: Any, optim: torch.optim.Optimizer) -> None:

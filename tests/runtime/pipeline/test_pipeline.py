@@ -115,6 +115,10 @@ def test_evaluation_other_shapes_and_misuse(rank: int, size: int) -> None:
     whole = {name: tuple(value.shape) for name, value in make_model("t5").state_dict().items()}
     assert state.items() <= whole.items()
     result.model.load_state_dict(make_model("t5").state_dict())
+    result.model.temperature = 2.0  # as forward of the model's stages would read it
+    assert result.model.module.temperature == 2.0
+    with pytest.raises(ArgumentError, match="those of a pipelined model are on its stages"):
+        result.model.lm_head = nn.Linear(2, 2)
 
 
 def contrastive(batch: Any, output: Any) -> torch.Tensor:
