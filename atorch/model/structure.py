@@ -91,11 +91,6 @@ def shorten(model: nn.Module, repeats: int) -> None:
     container: Any = model.get_submodule(name)
     before = len(container)
     del container[repeats:]
-    set_depth(model, before, repeats)
-
-
-def set_depth(model: nn.Module, before: int, repeats: int) -> None:
-    """Set depth attributes of a model and its configuration from `before` to `repeats`."""
     for module in model.modules():
         for owner in (module, getattr(module, "config", None)):
             for attribute, value in list(getattr(owner, "__dict__", {}).items()):
