@@ -308,6 +308,14 @@ class _IndependentShapes(TorchDispatchMode):
         return out
 
 
+def parameter_names(model: nn.Module) -> dict[Tensor, list[str]]:
+    """The model's parameters with all their names; tied ones have several."""
+    names: dict[Tensor, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    return names
+
+
 def named_tensors(model: nn.Module) -> list[tuple[Tensor, list[str]]]:
     """The model's parameters and persistent buffers with all their names; tied ones have several."""
     tensors: dict[int, tuple[Tensor, list[str]]] = {}
