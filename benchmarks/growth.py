@@ -61,8 +61,8 @@ CHUNKED = {  # widths of the layers, the budget as a share of all parameters
     "layers of all sizes": (tuple(range(16, 128)), 0.3),
 }
 PARAMETERS = (1_000, 10_000, 100_000)
-TRACED = {"equal blocks": (1_200, 12_000, 99_600), "layers that are no blocks": (500, 1_000, 4_000)}
-LAY_OUT_S, BLOCKS_S, TRACE_S = 10.0, 20.0, 0.01  # the last for each parameter
+TRACED = (500, 1_000, 4_000)
+LAY_OUT_S, TRACE_S = 10.0, 0.01  # the last for each parameter
 
 
 def strategies(size: int) -> dict[str, list[Any]]:
@@ -143,12 +143,10 @@ def measure_chunks(quick: bool = False) -> list[Row]:
             )
             seconds = plan["layout"] + plan["pinned"] + plan["schedule"]
             rows.append(Row(f"chunks of {name}, {num:,}", figures, f"≤ {LAY_OUT_S:g} s", seconds <= LAY_OUT_S))
-    for name, sizes in TRACED.items():
-        for num in sizes[:2] if quick else sizes:
-            seconds = answer_of(__file__, "trace", name, num, processes=None)["seconds"]
-            figures = f"{seconds:.1f} s, {1e3 * seconds / num:.2f} ms a parameter"
-            bound = BLOCKS_S if name == "equal blocks" else num * TRACE_S
-            rows.append(Row(f"pass of {name} traced, {num:,} parameters", figures, f"≤ {bound:g} s", seconds <= bound))
+    for num in TRACED[:2] if quick else TRACED:
+        seconds = answer_of(__file__, "trace", num, processes=None)["seconds"]
+        figures, bound = f"{seconds:.1f} s, {1e3 * seconds / num:.2f} ms a parameter", num * TRACE_S
+        rows.append(Row(f"pass traced, {num:,} parameters", figures, f"≤ {bound:g} s", seconds <= bound))
     return rows
 
 
@@ -321,13 +319,10 @@ def _chunks(name: str, num: int) -> dict[str, float]:
     return {"chunks": len(layout.chunks), "layout": seconds[0], "pinned": seconds[1], "schedule": seconds[2]}
 
 
-def _trace(name: str, num: int) -> dict[str, float]:
+def _trace(num: int) -> dict[str, float]:
     from atorch.auto.opt_lib.chunk.trace import trace_pass
 
     def model(num: int) -> torch.nn.Module:
-        if name == "equal blocks":
-            block = torch.nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, batch_first=True)
-            return torch.nn.TransformerEncoder(block, num // 12, enable_nested_tensor=False)
         return torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(num // 2)))
 
     def trace(model: torch.nn.Module) -> None:

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from atorch.errors import ArgumentError, shown
+from atorch.model.structure import parameter_names
 from atorch.runtime.optimizer.user_optimizer import need_own
 
 _OF_LOADER = frozenset(inspect.signature(DataLoader).parameters)
@@ -66,16 +67,14 @@ class _Group:
 
 
 def _of_optimizer(optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
+    names = parameter_names(model)
     kind = type(optimizer).__name__
     groups: list[_Group] = []
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            need_own(parameter, {*names}, f"optim_func is an optimizer ({kind}) with", "model")
+            need_own(parameter, set(map(id, names)), f"optim_func is an optimizer ({kind}) with", "model")
         settings = {name: value for name, value in group.items() if name not in ("params", "param_names")}
-        groups.append(_Group(settings, [names[id(p)] for p in group["params"]], "param_names" in group))
+        groups.append(_Group(settings, [names[p] for p in group["params"]], "param_names" in group))
     takes = inspect.signature(type(optimizer)).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes.values())
     arguments = {name: value for name, value in optimizer.defaults.items() if name in takes or takes_any}

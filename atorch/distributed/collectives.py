@@ -17,9 +17,9 @@ import torch.distributed as dist
 
 from atorch import errors
 from atorch.distributed.barrier_diagnostics import Arrivals, answered, listed
-from atorch.distributed.fingerprints import Fact, Facts, both_ways, digest
+from atorch.distributed.fingerprints import Fact, Facts, both_ways, described, digest
 from atorch.distributed.world import TIMEOUT
-from atorch.errors import ArgumentError, AtorchError, shown
+from atorch.errors import ArgumentError, AtorchError
 from atorch.logs import OF_THIS_RANK, logger
 from atorch.model.pytree import dense_parts
 
@@ -321,33 +321,16 @@ def _is_same(value: Any, group: dist.ProcessGroup | None = None, *, is_well: boo
     return high == -low and not is_ill
 
 
-def require_equal(
-    value: Any, what: str, error: type[AtorchError], place: Callable[[int], str] = "item {}".format
-) -> None:
-    """Raise `error` on every rank if `value` (any plain data) differs between ranks.
-
-    For long lists the message names the first item that differs, by its `place`.
-    """
+def require_equal(value: Any, what: str, error: type[AtorchError]) -> None:
+    """Raise `error` on every rank if `value` (any plain data) differs between ranks; of lists it names the items."""
     if _is_same(value):
         return
-    first = from_rank_zero(value)
-    difference = first_not_none(None if value == first else _differing_values(first, value, place))
-    if difference is not None:
-        rank, (here, there) = difference
-        raise error(f"{what} differs between processes: rank 0 has {here}, rank {rank} has {there}")
-
-
-def _differing_values(first: Any, other: Any, place: Callable[[int], str]) -> tuple[str, str]:
-    """Texts of the values of rank 0 and of this rank; of long lists only the first item that differs."""
-    if isinstance(first, list) and isinstance(other, list) and max(len(first), len(other)) > MAX_DIFFERENCES:
-        length = min(len(first), len(other))
-        at = next((i for i in range(length) if first[i] != other[i]), length)
-        return _item(first, at, place), _item(other, at, place)
-    return shown(first, 400), shown(other, 400)
-
-
-def _item(values: list[Any], at: int, place: Callable[[int], str]) -> str:
-    return f"{place(at)} {shown(values[at], 400)}" if at < len(values) else f"no {place(at)}"
+    if first_not_none(None if value == from_rank_zero(value) else True) is None:
+        return  # dicts that are equal but for their order
+    items = {f"{what}[{i}]": item for i, item in enumerate(value)} if isinstance(value, list) else {what: value}
+    texts = {place: item if isinstance(item, str) else repr(item) for place, item in items.items()}
+    facts = {place: fact for place, text in texts.items() for fact in described(place, text).values()}
+    raise error(f"{what} differs between processes: {_first_differences(facts, None, _ranks(None))}")
 
 
 def synchronise(tensors: Sequence[torch.Tensor]) -> None:
@@ -364,7 +347,7 @@ def synchronise(tensors: Sequence[torch.Tensor]) -> None:
     shapes = [(tuple(tensor.shape), str(tensor.dtype)) for tensor in dense]
     if _is_same((shapes, [_sum_of_bits(tensor) for tensor in dense])):
         return
-    require_equal(shapes, "the model", ArgumentError, "as tensor {}".format)
+    require_equal(shapes, "the model", ArgumentError)
     for tensor in dense:
         value = tensor.contiguous()  # collectives require it; a copy where the tensor was not contiguous
         dist.broadcast(value, src=0, group=world_group())

@@ -16,7 +16,7 @@ import copyreg
 import functools
 import types
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -89,14 +89,10 @@ def copy_with(
     functions: Iterable[Any],
     convert: Convert,
     equal: Sequence[Sequence[nn.Module]] = (),
-    without: Collection[nn.Module] = (),
 ) -> tuple[nn.Module, list[Any]]:
-    """`copy_structure`, and copies of `functions`, such as a loss function, that refer to the copy.
-
-    without: modules that are not copied; None replaces them.
-    """
+    """`copy_structure`, and copies of `functions`, such as a loss function, that refer to the copy."""
     beside = tuple(functions)
-    copier = Copier(model, beside, {}, convert, without)
+    copier = Copier(model, beside, {}, convert)
     try:
         for first, *rest in equal:
             duplicate = copier.copy(first)
@@ -152,23 +148,11 @@ def _parts(block: nn.Module) -> list[Any]:
 
 
 class Copier:
-    """Copies objects that `module` and the functions `others` reach; identical objects stay identical in the copies.
+    """Copies objects that `module` and the functions `others` reach; identical objects stay identical in the copies."""
 
-    None replaces the objects in `without`.
-    """
-
-    def __init__(
-        self,
-        module: Any,
-        others: tuple[Any, ...],
-        memo: Memo,
-        convert: Convert | None,
-        without: Collection[Any] = (),
-    ) -> None:
-        self.memo = memo
-        self.memo.update((id(x), None) for x in without)
-        self._convert = convert
-        self._reachable = Referenced(module, others, without)
+    def __init__(self, module: Any, others: tuple[Any, ...], memo: Memo, convert: Convert | None) -> None:
+        self.memo, self._convert = memo, convert
+        self._reachable = Referenced(module, others)
         self._later: list[Callable[[], None]] = []  # fills functions, once their containers are copied
 
     def whole(self, x: T) -> T:

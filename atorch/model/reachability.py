@@ -48,10 +48,10 @@ def is_parametrized(x: Any) -> bool:
 
 
 class Referenced:
-    """Objects that `module` and the functions `others` reach, except through objects in `without`."""
+    """Objects that `module` and the functions `others` reach."""
 
-    def __init__(self, module: Any, others: tuple[Any, ...], without: Iterable[Any] = ()) -> None:
-        self._objects: dict[int, Any] = {id(x): x for x in without}
+    def __init__(self, module: Any, others: tuple[Any, ...]) -> None:
+        self._objects: dict[int, Any] = {}
         self._below: dict[int, list[Any]] = {}
         self._above: dict[int, list[int]] = {}
         self._weak: list[Any] = []

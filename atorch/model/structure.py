@@ -91,11 +91,6 @@ def shorten(model: nn.Module, repeats: int) -> None:
     container: Any = model.get_submodule(name)
     before = len(container)
     del container[repeats:]
-    set_depth(model, before, repeats)
-
-
-def set_depth(model: nn.Module, before: int, repeats: int) -> None:
-    """Set depth attributes of a model and its configuration from `before` to `repeats`."""
     for module in model.modules():
         for owner in (module, getattr(module, "config", None)):
             for attribute, value in list(getattr(owner, "__dict__", {}).items()):
@@ -311,6 +306,14 @@ class _IndependentShapes(TorchDispatchMode):
         else:
             self.shapes += [tensor.shape for tensor in made]
         return out
+
+
+def parameter_names(model: nn.Module) -> dict[Tensor, list[str]]:
+    """The model's parameters with all their names; tied ones have several."""
+    names: dict[Tensor, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    return names
 
 
 def named_tensors(model: nn.Module) -> list[tuple[Tensor, list[str]]]:

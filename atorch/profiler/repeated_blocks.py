@@ -40,11 +40,6 @@ def groups_of_alike(blocks: Mapping[str, nn.Module]) -> list[list[str]]:
     return groups
 
 
-def are_alike(one: Any, other: Any, step: int) -> bool:
-    """True if two blocks that are `step` apart among their siblings are alike."""
-    return _Comparison(step).alike(one, other)
-
-
 class _Comparison:
     def __init__(self, step: int) -> None:
         self.step = step

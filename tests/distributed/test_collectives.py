@@ -89,12 +89,12 @@ def compare(rank: int, size: int, values: list[Any]) -> str:
 
 
 def test_a_difference_is_an_error_on_every_rank(pool: Pool) -> None:
-    whole, told = [0, 1, 2, 3, 4], "the strategy differs between processes: "
+    whole, item, told = [0, 1, 2, 3, 4], "the strategy", "the strategy differs between processes: "
     cases: list[tuple[list[Any], str]] = [
         ([{"a": 1, "b": 2}, {"b": 2, "a": 1}, {"a": 1, "b": 2}], ""),
-        (["a", "b", "a"], f"{told}rank 0 has 'a', rank 1 has 'b'"),
-        ([whole, whole, [0, 1, 2, 9, 5]], f"{told}rank 0 has item 3 3, rank 2 has item 3 9"),
-        ([whole, whole[:-1], whole], f"{told}rank 0 has item 4 4, rank 1 has no item 4"),
+        (["a", "b", "a"], f"{told}the strategy is 'a' on ranks 0, 2 and 'b' on rank 1"),
+        ([whole, whole, [0, 1, 2, 9, 4]], f"{told}{item}[3] is '3' on ranks 0, 1 and '9' on rank 2"),
+        ([whole, whole[:-1], whole], f"{told}{item}[4] is '4' on ranks 0, 2 and not given on rank 1"),
     ]
     found = run_each(pool, compare, [(values,) for values, _ in cases], ranks=3)
     assert found == [[expected] * 3 for _, expected in cases]

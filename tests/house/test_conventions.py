@@ -21,8 +21,7 @@ EVERYTHING = [*PACKAGE, *modules("benchmarks", "examples", "tests")]
 # `except Exception` and `except BaseException`: whatever a stranger's code raises must be caught here.
 BLIND_EXCEPTS: Mapping[str, str] = {
     "atorch/auto/checkpointing.py:_load_extra": "what a user's object raises names the extra that does not fit",
-    "atorch/auto/opt_lib/chunk/trace.py:_Job._copied": "a forward may fail on fakes in any way; then chunk is refused",
-    "atorch/auto/opt_lib/chunk/trace.py:_extended": "a model may fail in any way with fewer blocks; then it runs whole",
+    "atorch/auto/opt_lib/chunk/trace.py:trace_pass": "a forward may fail on fakes in any way; then chunk is refused",
     "atorch/auto/opt_lib/pipeline_parallel/stages.py:split": "raised again, once the model is as it was",
     "atorch/checkpoint/files.py:BackgroundWriter.start.run": "what a save raises is raised by the next call",
     "atorch/auto/verification.py:as_strategy_errors": "what a user's model raises under a strategy names that",

@@ -205,7 +205,7 @@ def test_processes_report_at_the_same_steps(rank: int, size: int) -> None:
     with pytest.raises(ArgumentError) as caught:
         StragglerDetector(result.model, result.optim, every=10 + rank)
     said = str(caught.value)
-    assert "differs between processes: rank 0 has 'every=10, patience=3, margin=0.1', rank 1 has 'every=11" in said
+    assert "is 'every=10, patience=3, margin=0.1' on rank 0 and 'every=11, patience=3, margin=0.1' on rank 1" in said
 
 
 def test_what_it_cannot_measure_by_is_refused() -> None:

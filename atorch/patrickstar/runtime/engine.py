@@ -281,16 +281,15 @@ class PassTracer:
         self._model, self._dtype, self._device = model, dtype, device
         self.on_host: set[str] = set()  # names of embeddings that stay on the host
 
-    def __call__(self, batch: Any, /, *, for_real: bool = False, whole: bool = False) -> AccessTrace:
-        """Trace a pass on `batch`: on fake tensors, by default with few of the equal blocks, or in a real run."""
+    def __call__(self, batch: Any, /, *, for_real: bool = False) -> AccessTrace:
+        """Trace a pass on `batch`: on fake tensors, or in a real run."""
 
         def loss(duplicate: nn.Module, batch: Any) -> Tensor:
             zero_lookups(duplicate, self.on_host, self._dtype)
             return _loss(duplicate, batch)
 
-        return trace_pass(
-            self._model, batch, loss, device_type=self._device.type, dtype=self._dtype, for_real=for_real, whole=whole
-        )
+        kind = self._device.type
+        return trace_pass(self._model, batch, loss, device_type=kind, dtype=self._dtype, for_real=for_real)
 
 
 def _loss(model: nn.Module, batch: Any) -> Tensor:

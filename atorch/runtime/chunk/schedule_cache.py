@@ -1,7 +1,7 @@
 """A cache of schedules for passes: a batch of a new shape saves other amounts for backward, so it is traced first.
 
-If a pass deviates from its trace, the model changed, or its blocks are less alike than they look. Then it is traced
-once more, and from then on all blocks are run. A pass that deviates again fetches chunks on demand.
+If a pass deviates from its trace, the model changed. Then it is traced once more. A pass that deviates again fetches
+chunks on demand.
 
 A pass is traced on fake tensors. If that fails, values decide the path through the model, and passes are traced by real
 runs from then on.
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 
 
 class TraceBatch(Protocol):
-    """Traces the pass on a batch, on fake tensors or by a real run, of the `whole` model or of some blocks for all."""
+    """Traces the pass on a batch, on fake tensors or by a real run."""
 
-    def __call__(self, batch: Any, /, *, for_real: bool = ..., whole: bool = ...) -> AccessTrace: ...
+    def __call__(self, batch: Any, /, *, for_real: bool = ...) -> AccessTrace: ...
 
 
 class ScheduleCache:
@@ -49,7 +49,7 @@ class ScheduleCache:
         self._trace_batch, self._group = trace_batch, group
         self._known: dict[Hashable, PassSchedule] = {}
         self._again: set[Hashable] = set()  # traced twice
-        self._for_real = self._whole = False
+        self._for_real = False
         self._largest = 0
         self._batch: Any = None
         self._shapes: Hashable = ()
@@ -96,7 +96,6 @@ class ScheduleCache:
             self._known[key] = schedule_of(self.first())
         elif strayed:
             self._again.add(key)
-            self._whole = True
             with suppress(OutOfBudgetError):  # then chunks are still fetched on demand
                 self._known[key] = schedule_of(self.first())
         return self._known[key]
@@ -126,6 +125,6 @@ class ScheduleCache:
 
     def _attempt(self) -> AccessTrace | AtorchError:
         try:
-            return self._trace_batch(self._batch, for_real=self._for_real, whole=self._whole)
+            return self._trace_batch(self._batch, for_real=self._for_real)
         except AtorchError as error:
             return error

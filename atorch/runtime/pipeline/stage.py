@@ -24,6 +24,7 @@ from atorch.errors import StrategyError
 from atorch.model.copy import duplicate
 from atorch.model.pytree import map_leaves, tensors_in
 from atorch.model.state import preserved_state
+from atorch.model.structure import parameter_names
 from atorch.model.wrapper import override, override_forward
 from atorch.runtime.data_parallel.gradient_sync import Reduction
 from atorch.runtime.pipeline.capture.stage_dataflow import CallOutput, OutputIndex, Route
@@ -187,12 +188,9 @@ def holders(
     model: nn.Module, units: Mapping[str, nn.Module], route: Route, starts: Sequence[int]
 ) -> list[tuple[tuple[str, ...], tuple[int, ...]]]:
     """The parameters that several stages hold: all names of each, and the stages, in ascending order."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
     keeping = _keeping(model, units, route, starts)
     shared = []
-    for aliases in names.values():
+    for aliases in parameter_names(model).values():
         stages = tuple(index for index, kept in enumerate(keeping) if not kept.isdisjoint(aliases))
         if len(stages) > 1:
             shared.append((tuple(aliases), stages))

@@ -22,6 +22,7 @@ from atorch.distributed.fingerprints import described_call
 from atorch.distributed.rng import preserved_rng, random_state
 from atorch.errors import ArgumentError, StrategyError
 from atorch.model.copy_isolation import Originals
+from atorch.model.structure import parameter_names
 from atorch.runtime.tensor_parallel.apply import ShardingContext, split_block
 from atorch.runtime.tensor_parallel.derive import derive
 from atorch.runtime.tensor_parallel.derive.attention_heads import make_splittable, with_attributes
@@ -90,10 +91,7 @@ def tensor_parallel(
         "loss_parallel": loss_parallel,
     }
 
-    def check() -> None:
-        if plan is not None:
-            check_names(model, plan)
-
+    check = partial(check_names, model, plan or {})
     if mesh.size() == 1:
         check()
         return ModelLayout(1)
@@ -133,8 +131,7 @@ def derive_layout(
     Raises:
         StrategyError: as `tensor_parallel`.
     """
-    if plan is not None:
-        check_names(model, plan)
+    check_names(model, plan or {})
     make_splittable(model)
     watched = Watched(model, run)
     with Originals(model):
@@ -282,9 +279,7 @@ def _accepted(clone: nn.Module, layout: BlockLayout, call: ForwardCall, mesh: De
 
 def _without_torn_ties(model: nn.Module, layouts: Mapping[str, BlockLayout]) -> dict[str, BlockLayout]:
     """The layouts without groups that would split a parameter that is also used elsewhere, and whole there."""
-    holders: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        holders.setdefault(id(parameter), []).append(name)
+    names_of = parameter_names(model)
     split = {
         full_name(path, name)
         for path, layout in layouts.items()
@@ -293,7 +288,7 @@ def _without_torn_ties(model: nn.Module, layouts: Mapping[str, BlockLayout]) -> 
     }
 
     def why(block: nn.Module, group: SplitRegion) -> str | None:
-        ties = {other for name in group.parameters for other in holders[id(block.get_parameter(name))]} - split
+        ties = {other for name in group.parameters for other in names_of[block.get_parameter(name)]} - split
         return f"it is tied to {', '.join(sorted(ties))}, which is not split" if ties else None
 
     return {path: layout.without(partial(why, model.get_submodule(path))) for path, layout in layouts.items()}

@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from atorch.model.state import evaluating, preserved_state
+from atorch.model.structure import parameter_names
 from atorch.runtime.tensor_parallel.derive.block_sandbox import MatmulUse
 from atorch.runtime.tensor_parallel.derive.split_validation import EvaluateModel
 from atorch.runtime.tensor_parallel.layout import BlockLayout, Rows, Unsplit
@@ -122,10 +123,7 @@ def vocabulary_among(
     vocabulary: Vocabulary, model: nn.Module, products: Iterable[MatmulUse], only: Set[str]
 ) -> Vocabulary:
     """The part of the vocabulary whose tables are in `only` under all their names."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    dropped = {name for aliases in names.values() if not only >= set(aliases) for name in aliases}
+    dropped = {name for aliases in parameter_names(model).values() if not only >= set(aliases) for name in aliases}
     biases = {product.bias for product in products if product.weight in dropped}
     return vocabulary.without(dropped, biases)
 

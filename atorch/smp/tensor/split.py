@@ -8,13 +8,14 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from atorch.distributed.collectives import all_or_none, require_equal, synchronise
 from atorch.distributed.mesh import Mesh
 from atorch.distributed.rng import share_random_state
 from atorch.errors import ArgumentError
 from atorch.logs import logger
+from atorch.model.structure import parameter_names
 from atorch.runtime.tensor_parallel import ModelLayout, Rows, tensor_parallel
 from atorch.runtime.tensor_parallel.model_layout import full_name, rows_of
 from atorch.runtime.tensor_parallel.state import whole_tensor
@@ -88,7 +89,7 @@ def split_marked(model: nn.Module, run: Callable[[], Any], mesh: Mesh) -> Tensor
     if degree == 1:
         return TensorSplit()
     marked = marked_parameters(model)
-    require_equal(sorted(marked), "what is marked for tensor parallelism", ArgumentError, "as name {}".format)
+    require_equal(sorted(marked), "what is marked for tensor parallelism", ArgumentError)
     fill([model], torch.device("cpu"), delayed_values(model))
     synchronise([*model.parameters(), *model.buffers()])
     share_random_state(mesh.group("tensor"), next((param.device for param in model.parameters()), torch.device("cpu")))
@@ -123,9 +124,7 @@ class _Matrix(NamedTuple):
 
     @classmethod
     def all_of(cls, model: nn.Module) -> list[_Matrix]:
-        names: dict[Tensor, list[str]] = {}
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            names.setdefault(parameter, []).append(name)
+        names = parameter_names(model)
         return [cls(tuple(aliases), tuple(parameter.shape)) for parameter, aliases in names.items()]
 
 

@@ -271,7 +271,7 @@ REFUSED = {
     "no call": "the step did not call the model, a Tied; call it in the step's body",
     "other rows": "the ranks of the tensor axis compute other outputs",
     "raises": "rank 0 failed: ",
-    "other marks": "what is marked for tensor parallelism differs between processes: rank 0 has",
+    "other marks": "what is marked for tensor parallelism differs between processes: ",
     "unmarked": "2 0",
 }
 

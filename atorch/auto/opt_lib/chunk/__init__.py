@@ -312,7 +312,7 @@ def _batch_tracer(ctx: Context, part: nn.Module, compiled: Collection[str]) -> T
 
     loss = partial(_loss, ctx.call_model, ctx.loss_func)
 
-    def trace_batch(batch: Any, /, *, for_real: bool = False, whole: bool = False) -> AccessTrace:
+    def trace_batch(batch: Any, /, *, for_real: bool = False) -> AccessTrace:
         prepared = ctx.prepare_input(batch, "cpu")
         rows = _rows(ctx, batch_size(prepared))
         if rows < batch_size(prepared):
@@ -326,7 +326,6 @@ def _batch_tracer(ctx: Context, part: nn.Module, compiled: Collection[str]) -> T
             compiled=compiled,
             on_host=ctx.on_host,
             for_real=for_real,
-            whole=whole,
         )
 
     return trace_batch

@@ -73,8 +73,6 @@ def fairscale_gradients(ctx: Context, name: str, group: dist.ProcessGroup) -> Co
 
 def check(ctx: Context, name: str, backend: str) -> None:
     """Raise StrategyError if the optimizer, the mesh or other methods do not suit the backend."""
-    import torch
-
     if backend != "deepspeed" or in_pipeline(ctx.strategy):
         return
     sizes = {axis: size_of(ctx, axis) for axis in AXES}
@@ -84,20 +82,21 @@ def check(ctx: Context, name: str, backend: str) -> None:
             f"{name} with the deepspeed backend shares over all {ctx.world.size} processes, but parallel_mode has "
             f"{axes}; use the default backend with tensor or pipeline"
         )
-    low = {p.dtype for part in ctx.parts for p in part.parameters()} & {torch.float16, torch.bfloat16}
-    if low or ctx.compute_dtype == torch.float16:
+    if _has_16_bits(ctx) or any(getattr(method, "skip_if_nonfinite", False) for method in ctx.strategy):
         raise StrategyError(
-            f"{name} with the deepspeed backend keeps the fp32 weights itself, so it goes with fp32 or amp_native "
-            "bf16; leave out half and fp16, or use the default backend"
+            f"{name} with the deepspeed backend keeps the fp32 weights itself, and steps itself, so it goes with fp32 "
+            "or amp_native bf16; leave out half, fp16 and skip_if_nonfinite, or use the default backend"
         )
     needed_optimizer(ctx, name)
-    for method in ctx.strategy:
-        scales = getattr(method, "dtype", None) == "fp16" or getattr(method, "skip_if_nonfinite", False)
-        if scales or method.exactness == "half":
-            raise StrategyError(
-                f"{name} with the deepspeed backend keeps the fp32 weights and steps itself, so it goes with fp32 or "
-                "amp_native bf16; leave out half, fp16 and skip_if_nonfinite, or use the default backend"
-            )
+
+
+def _has_16_bits(ctx: Context) -> bool:
+    """True if parameters are of 16 bits, or the loss is scaled for fp16."""
+    import torch
+
+    if any(method.exactness == "half" or getattr(method, "dtype", None) == "fp16" for method in ctx.strategy):
+        return True
+    return any(p.dtype in (torch.float16, torch.bfloat16) for part in ctx.parts for p in part.parameters())
 
 
 def deepspeed(ctx: Context, name: str, stage: Literal[1, 2]) -> Context:
@@ -141,8 +140,6 @@ def check_pipeline(ctx: Context, method: PipelineParallel) -> None:
         StrategyError: another method reduces gradients, the precision is fp16 or half, the mesh is not in DeepSpeed's
             order, or there is no optimizer or dataset.
     """
-    import torch
-
     need_backend("deepspeed")
     strategy = ctx.strategy
     mode = strategy.get(ParallelMode) or ParallelMode()
@@ -159,8 +156,7 @@ def check_pipeline(ctx: Context, method: PipelineParallel) -> None:
             f"parallel_mode has {axes}, and DeepSpeed arranges its processes as tensor, data, pipeline, the first "
             "varying fastest; give them in this order, without a rank order"
         )
-    low = {p.dtype for part in ctx.parts for p in part.parameters()} & {torch.float16, torch.bfloat16}
-    if low or any(other.exactness == "half" or getattr(other, "dtype", None) == "fp16" for other in strategy):
+    if _has_16_bits(ctx):
         raise StrategyError(
             f"{method} goes with fp32 or amp_native bf16; leave out half and fp16, or use the default backend"
         )

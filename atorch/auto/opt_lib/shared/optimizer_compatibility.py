@@ -47,14 +47,13 @@ def need_same(ctx: Context, name: str, *splits: ShardKind) -> None:
         StrategyError: names what the optimizer's step depends on; raised on all processes.
     """
     from atorch.distributed.collectives import all_or_none, is_fake_world
-    from atorch.runtime.optimizer.user_optimizer import made_small, refusal
+    from atorch.runtime.optimizer.user_optimizer import refusal
 
-    make_optimizer = ctx.make_optimizer
-    if make_optimizer is None or is_fake_world():
+    if ctx.make_optimizer is None or is_fake_world():
         return
 
     def work() -> None:
-        optimizer = made_small(make_optimizer, ctx.make_param_groups(ctx.parts))
+        optimizer = _small_optimizer(ctx)
         for split in splits if optimizer is not None else ():
             if (why := refusal(optimizer, split)) is not None:
                 raise StrategyError(
@@ -71,12 +70,7 @@ def need_listed(ctx: Context, name: str, kinds: Sequence[type[Optimizer]]) -> No
     Raises:
         StrategyError: the optimizer is of another class, subclasses included.
     """
-    from atorch.distributed.collectives import is_fake_world
-    from atorch.runtime.optimizer.user_optimizer import made_small
-
-    if ctx.make_optimizer is None or is_fake_world():
-        return
-    optimizer = made_small(ctx.make_optimizer, ctx.make_param_groups(ctx.parts))
+    optimizer = _small_optimizer(ctx)
     if optimizer is not None and type(optimizer) not in kinds:
         supported = ", ".join(sorted(kind.__name__ for kind in kinds))
         raise StrategyError(
@@ -93,17 +87,24 @@ def need_no_closure(ctx: Context, name: str, instead: str = "train in fp32 or un
     Raises:
         StrategyError: the optimizer needs a closure.
     """
-    from atorch.distributed.collectives import is_fake_world
-    from atorch.runtime.optimizer.user_optimizer import made_small, needs_closure
+    from atorch.runtime.optimizer.user_optimizer import needs_closure
 
-    if ctx.make_optimizer is None or is_fake_world():
-        return
-    optimizer = made_small(ctx.make_optimizer, ctx.make_param_groups(ctx.parts))
+    optimizer = _small_optimizer(ctx)
     if optimizer is not None and needs_closure(optimizer):
         raise StrategyError(
             f"{name} works on gradients between backward and the optimizer's step, and {type(optimizer).__name__} "
             f"makes its own in a closure while it steps; {instead}, or take an optimizer that needs no closure"
         )
+
+
+def _small_optimizer(ctx: Context) -> Optimizer | None:
+    """The user's optimizer on tiny parameters; None if there is none, or it cannot be made, or in a fake world."""
+    from atorch.distributed.collectives import is_fake_world
+    from atorch.runtime.optimizer.user_optimizer import made_small
+
+    if ctx.make_optimizer is None or is_fake_world():
+        return None
+    return made_small(ctx.make_optimizer, ctx.make_param_groups(ctx.parts))
 
 
 def kernel_notes(ctx: Context) -> Iterator[str]:

@@ -22,11 +22,12 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_structure, tree_unflatten
 from torch.utils.flop_counter import FlopCounterMode
 
 from atorch.errors import StrategyError
 from atorch.model.wrapper import lift_forward, override_forward
+from atorch.runtime.pipeline.capture.stage_dataflow import faked
 
 SEGMENTS = "atorch_segments"
 """The child module of a model that has its segments."""
@@ -163,10 +164,8 @@ def _by_graph(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _export(source: nn.Module, mode: FakeTensorMode, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    leaves, spec = tree_flatten((args, kwargs))
     with mode:
-        fakes = [_faked(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    args, kwargs = tree_unflatten(fakes, spec)
+        args, kwargs = tree_map_only(Tensor, faked, (args, kwargs))
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of tensors assigned to attributes: such models are why graphs are used
@@ -176,13 +175,9 @@ def _export(source: nn.Module, mode: FakeTensorMode, args: tuple[Any, ...], kwar
         raise StrategyError(
             f"torch.export does not take {type(source).__name__} ({type(error).__name__}: {message})"
         ) from error
-    if program.call_spec.in_spec != spec:
+    if program.call_spec.in_spec != tree_structure((args, kwargs)):
         raise StrategyError(f"torch.export takes the arguments of {type(source).__name__} otherwise than it is called")
     return program
-
-
-def _faked(leaf: Tensor) -> Tensor:
-    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
 
 
 def _kind(leaf: Any) -> Any:
