@@ -232,7 +232,6 @@ def load(
     """
     _check(f, pickle_module, "smp.load")
     check_bools("smp.load", partial=partial)
-    _check_place(map_location)
     if not pickle_load_args.pop("weights_only", True):
         raise ArgumentError("smp.load was given weights_only=False, and never runs code out of a file; leave it out")
     mmap = pickle_load_args.pop("mmap", None)
@@ -253,24 +252,6 @@ def load(
     if not Path(f).exists() and parts.numbers():
         raise CheckpointError(f"there is no checkpoint {shown(f)}, but {shown(parts.path(0))}; give partial=True")
     return read_weights(f, ADVICE, map_location, mmap)
-
-
-def _check_place(map_location: Any) -> None:
-    """Refuse an invalid `map_location`, or a device that is not available."""
-    if not (isinstance(map_location, (str, torch.device, dict)) or map_location is None or callable(map_location)):
-        raise ArgumentError(
-            f"map_location is {shown(map_location)}; it is a function of a storage and its place, a device, its name, "
-            "or a dict from names to names"
-        )
-    if isinstance(map_location, str):
-        try:
-            map_location = torch.device(map_location)
-        except RuntimeError:
-            raise ArgumentError(
-                f"map_location is {shown(map_location)}, which is no device; give one such as 'cpu'"
-            ) from None
-    if isinstance(map_location, torch.device) and map_location.type == "cuda" and not torch.cuda.is_available():
-        raise ArgumentError(f"map_location is '{map_location}', but torch finds no CUDA device here; give 'cpu'")
 
 
 def _check(f: Any, pickle_module: Any, call: str) -> None:
