@@ -158,12 +158,7 @@ class Copier:
     """
 
     def __init__(
-        self,
-        module: Any,
-        others: tuple[Any, ...],
-        memo: Memo,
-        convert: Convert | None,
-        without: Collection[Any] = (),
+        self, module: Any, others: tuple[Any, ...], memo: Memo, convert: Convert | None, without: Collection[Any] = ()
     ) -> None:
         self.memo = memo
         self.memo.update((id(x), None) for x in without)

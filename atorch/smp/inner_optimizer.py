@@ -268,16 +268,12 @@ def _apex(name: str) -> KernelCall | None:
 def _check(name: str, group: dict[str, Any]) -> None:
     rules: list[tuple[str, Callable[[Any], bool], str]] = [
         *((setting, lambda value: value >= 0, "at least 0") for setting in ("lr", "eps", "weight_decay")),
-        ("betas", _are_betas, "two numbers from 0 to below 1"),
+        ("betas", lambda pair: len(pair) == 2 and all(0 <= beta < 1 for beta in pair), "two numbers from 0 to below 1"),
         ("norm_type", lambda value: value in (0, 2), "2, or 0 for the largest absolute value"),
     ]
     for setting, holds, rule in rules:
         if setting in group and not holds(group[setting]):
             raise ArgumentError(f"{name} was given {shown(group[setting])} as {setting}; it is {rule}")
-
-
-def _are_betas(betas: Any) -> bool:
-    return len(betas) == 2 and all(0 <= beta < 1 for beta in betas)
 
 
 def _check_kind(name: str, parameter: Tensor) -> None:

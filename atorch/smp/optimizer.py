@@ -26,6 +26,7 @@ from atorch.smp.inner_optimizer import stepping
 from atorch.smp.model import DistributedModel
 from atorch.smp.session import session
 from atorch.smp.steps.precision import half_of, loss_scale_of
+from atorch.smp.steps.runner import Runner
 
 
 def spread_of(model: DistributedModel) -> Spread:
@@ -47,9 +48,7 @@ def clip(
     Raises:
         ArgumentError: the model is not partitioned yet, or `max_norm` or `norm_type` is not above 0.
     """
-    runner = model.runner
-    if runner is None:
-        raise ArgumentError(f"{call} was called before the first smp.step, which makes gradients; call it after")
+    runner = _runner_of(model, call)
     norm_type = math.inf if norm_type == "inf" else norm_type  # type: ignore[comparison-overlap]
     for name, value in (("max_norm", max_norm), ("norm_type", norm_type)):
         if isinstance(value, bool) or not isinstance(value, Real) or not float(value) > 0:
@@ -58,6 +57,12 @@ def clip(
         call_on_all_ranks(call, dict, lambda: None, is_frequent=True)  # detects processes that skip this call
     spread, scale = spread_of(model), runner.loss_scale
     return clip_grads(parameters, max_norm * scale, norm_type, spread) / scale
+
+
+def _runner_of(model: DistributedModel, call: str) -> Runner:
+    if model.runner is None:
+        raise ArgumentError(f"{call} was called before the first smp.step, which makes gradients; call it after")
+    return model.runner
 
 
 class ScaledApart:
@@ -184,7 +189,7 @@ class DistributedOptimizer(WrappedOptimizer):
 
     def update_master_grads(self) -> None:
         """Check on all processes that all gradients are finite, and set `overflow`. `step` always does so, too."""
-        self._need_partition("update_master_grads")
+        _runner_of(self._model, "update_master_grads")
         if isinstance(self.inner, ScaledOptimizer):
             self.inner.step_was_skipped = self.inner.overflows()
 
@@ -209,10 +214,6 @@ class DistributedOptimizer(WrappedOptimizer):
     def mark_synced(self) -> None:
         """Take the current gradients as correct; a later change by the script is reported, once."""
         self._scaled_apart.look(self._model)
-
-    def _need_partition(self, call: str) -> None:
-        if not self._model.partitioned:
-            raise ArgumentError(f"{call} was called before the first smp.step, which makes gradients; call it after")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters of the model."""
