@@ -79,10 +79,10 @@ def split_marked(model: nn.Module, run: Callable[[], Any], mesh: Mesh) -> Tensor
     and initializes delayed parameters.
 
     Args:
-        run: calls the model once on a few rows, which are the same on all tensor ranks.
+        run: returns the model's output for a few rows, which are the same on all tensor ranks.
 
     Raises:
-        ArgumentError: `run` does not call the model, or processes differ in their models, marks or rows.
+        ArgumentError: processes differ in their models, marks or rows.
     """
     degree = mesh.size("tensor")
     if degree == 1:
@@ -102,9 +102,7 @@ def split_marked(model: nn.Module, run: Callable[[], Any], mesh: Mesh) -> Tensor
     shapes = [(names, tuple(tensor.shape)) for tensor, names in named_tensors(model)]  # before the split
     options: dict[str, Any] = {"among": marked, "as_dtensors": False, "loss_parallel": False}
     with without_checkpointing(model):  # the traced forward must not contain recomputed parts
-        layout = all_or_none(
-            lambda: tensor_parallel(model, _returning_output(run), mesh.device_mesh("tensor"), **options)
-        )
+        layout = all_or_none(lambda: tensor_parallel(model, lambda _: run(), mesh.device_mesh("tensor"), **options))
     require_equal(
         sorted((name, rows.dim, rows.by_rank) for name, rows in layout.rows.items()), "the layout", ArgumentError
     )
@@ -140,22 +138,6 @@ def _kept(layout: ModelLayout, shapes: Shapes, marked: Set[str]) -> dict[str, st
         if len(shape) > 1 and marked & set(names) and rows_of(names, layout.rows) is None:
             kept[names[0]] = next((reasons[name] for name in names if name in reasons), UNKNOWN)
     return kept
-
-
-def _returning_output(run: Callable[[], Any]) -> Callable[[nn.Module], Any]:
-    """`run` as a function of the model that returns the model's first output."""
-
-    def watched(model: nn.Module) -> Any:
-        outputs: list[Any] = []
-        with model.register_forward_hook(lambda module, args, output: outputs.append(output)):
-            run()
-        if not outputs:
-            raise ArgumentError(
-                f"the step did not call the model, a {type(model).__name__}; call it in the step's body"
-            )
-        return outputs[0]
-
-    return watched
 
 
 def _warn_kept(model: nn.Module, split: TensorSplit) -> None:
