@@ -106,13 +106,13 @@ class Slicing:
 
     def __init__(self, function: Callable[..., Any], non_split: Collection[str], axes: Mapping[str, int]) -> None:
         self._signature = inspect.signature(function)
-        self._non_split, self._axes, self._function = frozenset(non_split), dict(axes), function
+        self._non_split, self._axes = frozenset(non_split), dict(axes)
         takes_any = any(slot.kind is slot.VAR_KEYWORD for slot in self._signature.parameters.values())
         for what, names in (("non_split_inputs", self._non_split), ("input_split_axes", self._axes)):
             unknown = next((name for name in names if name not in self._signature.parameters), None)
             if unknown is not None and not takes_any:
                 hint = near_miss(unknown, self._signature.parameters)
-                raise ArgumentError(f"{what} names {unknown!r}, and {_named(function)} has no such argument; {hint}")
+                raise ArgumentError(f"{what} names {unknown!r}, and the function has no such argument; {hint}")
 
     def cut(self, arguments: StepArguments, count: int) -> list[StepArguments]:
         """The arguments of each of `count` micro-batches.
@@ -191,10 +191,6 @@ def _length(leaf: Tensor, axis: int, place: str) -> int:
     if not -leaf.dim() <= axis < leaf.dim():
         raise ArgumentError(f"input_split_axes cuts {place} along axis {axis}, and it has {leaf.dim()} axes")
     return leaf.shape[axis]
-
-
-def _named(function: Callable[..., Any]) -> str:
-    return getattr(function, "__qualname__", repr(function))
 
 
 def beginnings(pieces: Sequence[StepArguments]) -> list[Any]:
