@@ -225,17 +225,12 @@ def _region(stretch: Stretch, layout: SplitAnalysis, *, is_inside: bool) -> Regi
     }
     # Selective recomputation keeps fused attention, but not written scores, which grow with the square of the sequence.
     kept = (call for call in stretch.operations if call.kind == "product" or call.num_heads)
-    results = {value for node in kept for value in node.writes}
+    results = {value for call in kept for value in call.writes}
+    here = (call for place, call in enumerate(stretch.operations) if (place in layout.inside) == is_inside)
     return Region(
         saved_bytes=float(sum(saved.values())),
         selective_bytes=float(sum(size for value, size in saved.items() if value in results)),
-        traffic_bytes=float(
-            sum(
-                operation.moved_bytes
-                for place, operation in enumerate(stretch.operations)
-                if (place in layout.inside) == is_inside
-            )
-        ),
+        traffic_bytes=float(sum(call.moved_bytes for call in here)),
     )
 
 

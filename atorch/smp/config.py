@@ -187,17 +187,18 @@ class Config(Section):
         """
         if isinstance(config, Config):
             return config
+        given: Any = config
         source = ""
         try:
-            if config is None and (variable := world.variable(*VARIABLES)) is not None:
+            if given is None and (variable := world.variable(*VARIABLES)) is not None:
                 source, text = variable
                 is_path = source == VARIABLES[0] and not text.lstrip().startswith("{")
-                config = text if is_path else parse(text, FORMAT)
-            if isinstance(config, (str, os.PathLike)):
-                config, source = read_json(config, FORMAT), os.fspath(config)
-            if config is not None and not isinstance(config, Mapping):
-                raise ArgumentError(f"config is {shown(config)}; it is a dict, the path of a JSON file, or None")
-            parameters, unused = _flat(config or {})
+                given = text if is_path else parse(text, FORMAT)
+            if isinstance(given, (str, os.PathLike)):
+                given, source = read_json(given, FORMAT), os.fspath(given)
+            if given is not None and not isinstance(given, Mapping):
+                raise ArgumentError(f"config is {shown(given)}; it is a dict, the path of a JSON file, or None")
+            parameters, unused = _flat(given or {})
             result = cls.checked(parameters)
         except ArgumentError as error:
             raise ArgumentError(f"{source}: {error}" if source else str(error)) from None

@@ -233,14 +233,9 @@ def _call_facts(config: Config, divided: tuple[Mapping[str, nn.Module], Route, D
     """Facts that must be equal on all processes: the calls of units and, if set by hand, their partitions."""
     _, route, division = divided
     where = {} if config.auto_partition else division.partition_of
-    return {
-        "calls": {
-            f"call {number} of the model's modules": Fact(
-                call.unit, f"on partition {where[call.unit]}" if where else ""
-            )
-            for number, call in enumerate(route.calls)
-        }
-    }
+    on = {unit: f"on partition {place}" for unit, place in where.items()}
+    facts = (Fact(call.unit, on.get(call.unit, "")) for call in route.calls)
+    return {"calls": {f"call {number} of the model's modules": fact for number, fact in enumerate(facts)}}
 
 
 def _watched(
