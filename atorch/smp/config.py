@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from atorch.distributed import world
 from atorch.errors import ArgumentError, near_miss, shown
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 class ModelOptions(Section):
     """Options of a model's tracing, and of its gradients' averaging."""
+
+    model_config = ConfigDict(strict=True)  # else "no" counts as False
 
     trace_device: Literal["cpu", "gpu"] = "gpu"
     trace_execution_times: bool = False

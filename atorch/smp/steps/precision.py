@@ -58,7 +58,9 @@ class DynamicScale(Section):
     min_scale: float = Field(1.0, gt=0, description="its lower bound")
     delayed_shift: int = Field(1, ge=1, description="skipped steps after which it shrinks")
     consecutive_hysteresis: bool = Field(
-        False, description="True if a good step resets the count of skipped steps; else growth of the scale resets it"
+        False,
+        strict=True,
+        description="True if a good step resets the count of skipped steps; else growth of the scale resets it",
     )
 
     def scale(self) -> LossScale:
