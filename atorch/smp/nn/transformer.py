@@ -177,11 +177,8 @@ class DistributedTransformerLayer(DistributedModule):
         pre_layernorm: bool = False, post_layernorm: bool = True, use_alibi: bool = False, alibi_bias_max: int = 8,
     ) -> None:  # fmt: skip
         super().__init__()
-        given, only = (
-            {"use_alibi": use_alibi, "alibi_bias_max": alibi_bias_max},
-            {"use_alibi": False, "alibi_bias_max": 8},
-        )
-        refuse("DistributedTransformerLayer", given, only)
+        alibi = {"use_alibi": use_alibi, "alibi_bias_max": alibi_bias_max}
+        refuse("DistributedTransformerLayer", alibi, {"use_alibi": False, "alibi_bias_max": 8})
         self.add_cross_attention = add_cross_attention
         shared: dict[str, Any] = {
             "hidden_size": hidden_size, "hidden_dropout_prob": hidden_dropout_prob,

@@ -128,7 +128,7 @@ class Slicing:
         Raises:
             ArgumentError: tensors differ in shape.
         """
-        return arguments if group.size() == 1 else self._mapped(arguments, partial(_gather, group))
+        return self._mapped(arguments, partial(_gather, group))
 
     def _mapped(self, arguments: StepArguments, change: Callable[[Any, int, str], Any]) -> StepArguments:
         args, kwargs = arguments
