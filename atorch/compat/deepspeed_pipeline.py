@@ -143,11 +143,7 @@ class _Layer(nn.Module):
 
 
 def _initialized(
-    layer: _Layer,
-    model: Pipeline,
-    optimizer: Optimizer,
-    sizes: tuple[int, int, int],
-    config: dict[str, Any],
+    layer: _Layer, model: Pipeline, optimizer: Optimizer, sizes: tuple[int, int, int], config: dict[str, Any]
 ) -> Any:
     import deepspeed
     from deepspeed.pipe import PipelineModule

@@ -53,8 +53,8 @@ class Section(BaseModel):
         return section
 
     @classmethod
-    def checked(cls, config: Mapping[str, Any]) -> Self:
-        """Read a configuration dict without logging keys that have no effect.
+    def checked(cls, config: Mapping[str, Any], name: str = "config") -> Self:
+        """Read a configuration dict without logging keys that have no effect; `name` is for errors.
 
         Raises:
             ArgumentError: as `of`.
@@ -62,7 +62,7 @@ class Section(BaseModel):
         try:
             return cls.model_validate(dict(config))
         except ValidationError as error:
-            raise _explained(error) from None
+            raise _explained(error, name) from None
 
     def without_effect(self, place: str = "") -> Iterator[tuple[str, str]]:
         """(key, reason) of the given keys that have no effect."""
@@ -75,10 +75,10 @@ class Section(BaseModel):
                     yield f"{place}{name}", mark.why
 
 
-def _explained(error: ValidationError) -> ArgumentError:
+def _explained(error: ValidationError, name: str) -> ArgumentError:
     messages = []
     for fault in error.errors():
-        place = ".".join(["config", *map(str, fault["loc"])])
+        place = ".".join([name, *map(str, fault["loc"])])
         if fault["type"] == "missing":
             messages.append(f"{place} is missing; it must be given")
         elif fault["msg"].startswith("Value error, "):

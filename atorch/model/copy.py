@@ -203,7 +203,9 @@ class Copier:
                 self.copy(atom)
             return x.__deepcopy__(self.memo)
         reduced = _reduced(x)
-        return x if isinstance(reduced, str) else self._rebuilt(x, *reduced)
+        if isinstance(reduced, str):
+            return x
+        return copy._reconstruct(x, self.memo, *reduced[:5], deepcopy=self._part)  # type: ignore[attr-defined]
 
     def _tensor(self, x: torch.Tensor) -> torch.Tensor:
         if self._convert is None:  # deepcopy refuses tensors that are not leaves
@@ -216,29 +218,9 @@ class Copier:
             converted.requires_grad_()
         return converted
 
-    def _rebuilt(
-        self, x: Any, make: Any, args: Any, state: Any = None, items: Any = None, pairs: Any = None, *_: Any
-    ) -> Any:
-        """An object rebuilt by the pickle protocol from copies of its parts."""
-        made = make(*(self.copy(arg) for arg in args))
-        self._remember(x, made)
-        if state is not None:
-            self._set_state(made, self.copy(state))
-        for item in () if items is None else items:
-            made.append(self.copy(item))
-        for key, value in () if pairs is None else pairs:
-            made[self.copy(key)] = self.copy(value)
-        return made
-
-    @staticmethod
-    def _set_state(made: Any, state: Any) -> None:
-        if hasattr(made, "__setstate__"):
-            made.__setstate__(state)
-            return
-        attributes, slots = state if isinstance(state, tuple) and len(state) == 2 else (state, None)
-        vars(made).update(attributes or {})
-        for name, value in (slots or {}).items():
-            setattr(made, name, value)
+    def _part(self, x: Any, memo: Memo) -> Any:
+        """`copy`, as the functions of the module `copy` call it."""
+        return self.copy(x)
 
     # Functions.
 
@@ -294,11 +276,8 @@ class Copier:
 
     # Containers.
 
-    def _list(self, x: list[Any]) -> list[Any]:
-        made: list[Any] = []
-        self._remember(x, made)
-        made.extend(map(self.copy, x))
-        return made
+    def _as_deepcopy(self, x: Any) -> Any:
+        return copy._deepcopy_dispatch[type(x)](x, self.memo, self._part)  # type: ignore[attr-defined]
 
     def _dict(self, x: dict[Any, Any]) -> dict[Any, Any]:
         made: dict[Any, Any] = {}
@@ -306,12 +285,6 @@ class Copier:
         for key, value in list(x.items()):
             made[self.copy(key)] = self.copy(value)
         return made
-
-    def _tuple(self, x: tuple[Any, ...]) -> tuple[Any, ...]:
-        made = tuple(map(self.copy, x))
-        if id(x) in self.memo:  # copied meanwhile, by a cycle through a member
-            return self.memo[id(x)]  # type: ignore[no-any-return]
-        return x if all(one is other for one, other in zip(made, x, strict=True)) else made
 
     # Weak references.
 
@@ -342,9 +315,9 @@ def _reduced(x: Any) -> Any:
 
 
 _COPIES: Mapping[type, Callable[[Copier, Any], Any]] = {
-    list: Copier._list,
+    list: Copier._as_deepcopy,
     dict: Copier._dict,
-    tuple: Copier._tuple,
+    tuple: Copier._as_deepcopy,
     types.MethodType: Copier._method,
     types.BuiltinMethodType: Copier._built_in,
     types.MethodWrapperType: Copier._built_in,

@@ -55,14 +55,16 @@ class HeldValues:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        held = {name: tensor for part in (model.named_parameters, model.named_buffers)
-                for name, tensor in part(remove_duplicate=False)}  # fmt: skip
         self._names: dict[Tensor, list[str]] = {}
-        for name, tensor in held.items():
+        for name, tensor in _named(model).items():
             self._names.setdefault(tensor, []).append(name)
         sharing = Counter(map(_memory_of, self._names))
         self._tensors = {_memory_of(tensor): tensor for tensor in self._names if sharing[_memory_of(tensor)] == 1}
-        self._tensors = {key: tensor for key, tensor in self._tensors.items() if key and _fills_memory(tensor)}
+        self._tensors = {
+            key: tensor
+            for key, tensor in self._tensors.items()
+            if key and tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes > 0
+        }
 
     def on_meta(self, tensor: Tensor) -> Tensor | None:
         """A tensor on the meta device in place of one with the memory of a held one; None for others."""
@@ -76,10 +78,6 @@ class HeldValues:
 def _memory_of(tensor: Tensor) -> int | None:
     storage = storage_of(tensor)
     return None if storage is None else storage._cdata
-
-
-def _fills_memory(tensor: Tensor) -> bool:
-    return tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize > 0
 
 
 class _Step(NamedTuple):
@@ -278,7 +276,7 @@ def give_values(
     Raises:
         AtorchError: a parameter has got no value.
     """
-    held = [{**dict(part.named_parameters(remove_duplicate=False)), **_buffers(part)} for part in parts]
+    held = [_named(part) for part in parts]
     done: set[int] = set()
     for names, value in initial.drawn(device):
         for tensors in held:
@@ -293,8 +291,10 @@ def give_values(
             )
 
 
-def _buffers(module: nn.Module) -> dict[str, Tensor]:
-    return dict(module.named_buffers(remove_duplicate=False))
+def _named(module: nn.Module) -> dict[str, Tensor]:
+    """The parameters and buffers by all their names."""
+    pairs = (module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
+    return {name: tensor for named in pairs for name, tensor in named}
 
 
 def _places(model: nn.Module) -> dict[int, _Place]:

@@ -29,9 +29,7 @@ def has_meta(modules: Iterable[nn.Module]) -> bool:
 
 
 def give_memory(
-    modules: Iterable[nn.Module],
-    make: Callable[[Tensor], Tensor],
-    only: Collection[Tensor] | None = None,
+    modules: Iterable[nn.Module], make: Callable[[Tensor], Tensor], only: Collection[Tensor] | None = None
 ) -> dict[Tensor, Tensor]:
     """Replace parameters and buffers on the meta device by `make(tensor)`; returns original → replacement.
 

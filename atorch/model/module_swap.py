@@ -86,9 +86,7 @@ def swap_modules(model: nn.Module, choose: Choose) -> list[Swap]:
 
 
 def swap_candidates(
-    model: nn.Module,
-    is_candidate: Callable[[nn.Module], bool],
-    build: Callable[[str, nn.Module], nn.Module | str],
+    model: nn.Module, is_candidate: Callable[[nn.Module], bool], build: Callable[[str, nn.Module], nn.Module | str]
 ) -> SwapReport:
     """Replace each candidate by what `build(name, module)` returns; a text is the reason to keep it."""
     kept: list[KeptModule] = []

@@ -74,7 +74,12 @@ class Attributes:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        named = {name: module for name, module in _own(model).named_modules() if not _keeps_itself(module)}
+        # Transformer Engine's modules keep a table that must agree with their attributes.
+        named = {
+            name: module
+            for name, module in _own(model).named_modules()
+            if not type(module).__module__.startswith("transformer_engine")
+        }
         self._names = list(named)
         self._attributes = [(vars(module), dict(vars(module))) for module in named.values()]
         buffers = [module._buffers for module in named.values() if isinstance(module._buffers, dict)]  # else scripted
@@ -100,11 +105,6 @@ class Attributes:
                     else:
                         del held[name]
         self._containers.restore()
-
-
-def _keeps_itself(module: nn.Module) -> bool:
-    # Transformer Engine's modules keep a table that must agree with their attributes.
-    return type(module).__module__.startswith("transformer_engine")
 
 
 def _is_data(value: Any) -> bool:

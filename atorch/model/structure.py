@@ -52,7 +52,8 @@ def _outermost(
     for name, child in children:
         path = f"{prefix}{name}"
         is_repeated = written_class(child) in repeated or classes[written_class(child)] > 1
-        if isinstance(module, parents) and _can_be_block(child) and is_repeated:
+        is_block = isinstance(module, parents) and is_repeated and _is_composite(child)
+        if is_block and next(child.parameters(), None) is not None:
             yield path, child
         else:
             yield from _outermost(child, f"{path}.", parents, repeated)
@@ -178,10 +179,6 @@ def outside_of(model: nn.Module, blocks: Set[str], prefix: str = "") -> Iterator
             yield from outside_of(child, blocks, f"{path}.")
         else:
             yield path, child
-
-
-def _can_be_block(module: nn.Module) -> bool:
-    return _is_composite(module) and next(module.parameters(), None) is not None
 
 
 def _is_composite(module: nn.Module) -> bool:

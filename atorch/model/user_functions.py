@@ -119,7 +119,7 @@ def scalar_loss(loss_func: LossFunc) -> LossFunc:
                 ) from error
             raise
         if not _is_scalar(loss):
-            value = _first(loss)
+            value = value_of(loss)
             what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
             raise ContradictionError(
                 f"loss_func returned {what}; it returns a scalar tensor, or a list or tuple with one first. "
@@ -131,12 +131,8 @@ def scalar_loss(loss_func: LossFunc) -> LossFunc:
     return checked
 
 
-def _first(loss: Any) -> Any:
-    return loss[0] if isinstance(loss, (list, tuple)) and loss else loss
-
-
 def _is_scalar(loss: Any) -> bool:
-    value = _first(loss)
+    value = value_of(loss)
     return isinstance(value, torch.Tensor) and value.dim() == 0
 
 
@@ -158,7 +154,7 @@ def is_elementwise(optimizer: Any) -> bool:
 
 
 def value_of(loss: Any) -> torch.Tensor:
-    value: torch.Tensor = loss[0] if isinstance(loss, (list, tuple)) else loss
+    value: torch.Tensor = loss[0] if isinstance(loss, (list, tuple)) and loss else loss
     return value
 
 

@@ -51,13 +51,8 @@ def print_rank(message: str, rank: int = 0, debug: bool = False, force: bool = F
 def see_memory_usage(message: str, force: bool = False, scale_name: str = "MB") -> None:
     if force:
         device = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
-        logger.info(
-            "%s: device %d bytes, host %d bytes",
-            message,
-            device,
-            psutil.Process().memory_info().rss,
-            extra=OF_THIS_RANK,
-        )
+        host = psutil.Process().memory_info().rss
+        logger.info("%s: device %d bytes, host %d bytes", message, device, host, extra=OF_THIS_RANK)
 
 
 def getsizeof(dtype: torch.dtype) -> int:

@@ -143,10 +143,10 @@ class MemTracerSection(Section):
 
     use_async_mem_monitor: Annotated[
         bool, NoEffect("what operations need is counted on fake tensors before the first step, not sampled by a thread")
-    ] = Field(True, description="sampled memory between moments; here a trace knows it")
+    ] = True
     warmup_gpu_chunk_mem_ratio: Annotated[
         MemoryFraction, NoEffect("there is no warm-up step: the trace has the order of accesses before the first one")
-    ] = Field(0.1, description="the device's share for chunks while warming up; here nothing warms up")
+    ] = 0.1
     overall_gpu_mem_ratio: MemoryFraction = Field(
         0.8, description="the share of the device's memory that is the budget"
     )
@@ -158,24 +158,20 @@ class MemTracerSection(Section):
     )
     margin_use_ratio: Annotated[
         MemoryFraction, NoEffect("chunks stay on the device where the schedule has room for them at every moment")
-    ] = Field(
-        0.8, description="of the device's memory that was left over, the share for chunks that were stepped there"
-    )
+    ] = 0.8
     use_fake_dist: bool = Field(False, description="the processes of a machine share one device, and its budget")
     with_static_partition: Annotated[
         bool, NoEffect("chunks get what activations leave at each moment; there is no share of a warm-up to keep")
-    ] = Field(False, description="kept the warm-up's share for ever")
+    ] = False
 
 
 class OptsSection(Section):
     """`client.opts`: options of chunk moves."""
 
     with_mem_saving_comm: Annotated[bool, NoEffect("each chunk is sharded over all processes and gathered alone")] = (
-        Field(False, description="broadcast chunk by chunk instead of gathering as many as there are processes")
+        False
     )
-    with_mem_cache: Annotated[bool, NoEffect("torch's allocator keeps what was freed for the next chunk")] = Field(
-        False, description="kept freed chunks for reuse"
-    )
+    with_mem_cache: Annotated[bool, NoEffect("torch's allocator keeps what was freed for the next chunk")] = False
     with_async_move: bool = Field(
         True, description="fetch chunks ahead, while others compute; False in PatrickStar, whose copies could be late"
     )
@@ -232,7 +228,7 @@ class EngineConfig(Section):
     )
     release_after_init: Annotated[
         bool, NoEffect("a process has the whole model on the host until its first batch, which suits `from_pretrained`")
-    ] = Field(False, description="kept other processes' parameters until the model was made; here they always are")
+    ] = False
     use_cpu_embedding: bool = Field(
         True, description="embeddings whose table nothing else uses stay on the host in fp32 and are looked up there"
     )

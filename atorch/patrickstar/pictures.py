@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import base64
 import io
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from atorch.errors import ArgumentError, CapabilityError
-from atorch.patrickstar.profiler import MemoryEvent, MemoryTier, PhaseSpan, Profile
-from atorch.report import element, table
+from atorch.patrickstar.profiler import MemoryTier, PhaseSpan, Profile
+from atorch.report import element
 from atorch.report.html import page
-from atorch.units import GiB, KiB, MiB, format_bytes, format_seconds
+from atorch.units import GiB, KiB, MiB, format_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -28,13 +27,12 @@ if TYPE_CHECKING:
 FigType = Literal["memory", "access"]
 TOTAL, CHUNKS = "#cf3a3a", "#2f6db5"
 ORDER = ("PARAM_FP16", "PARAM_FP32", "VARIANCE", "MOMENTUM")
-"""The guide's sections, from the bottom; other kinds come above them."""
+"""The guide's sections, from the bottom."""
 NAMES: Mapping[MemoryTier, str] = {"GPU": "device", "CPU": "host"}
 DOTS_PER_INCH = 200
 DEVICE, HOST = "#cf3a3a", "#3f77bd"
 _MANY = 4000  # rectangles; above it they are rasterized, since a page would draw them slowly
 _DISTINCT_ROWS = 160  # above it there is no room for a gap between rows
-
 
 PHASES: Mapping[str, str] = {"forward": "#2e9e4f", "backward": "#2f6db5", "optimizer": "#8e5bbf"}
 _STYLE: Mapping[str, Any] = {
@@ -51,28 +49,22 @@ Bar = tuple[int, float, float, bool]
 
 @dataclass(frozen=True)
 class Drawing:
-    """A figure with its caption, facts and table."""
+    """A figure with its title, and what it shows in words."""
 
     title: str
     said: str
     figure: Figure
-    facts: tuple[tuple[str, str], ...]
-    head: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
 
     def png(self) -> bytes:
         return _drawn(self.figure, "png")
 
     def page(self) -> bytes:
-        """A self-contained HTML page: the figure with alternative text, the facts and the table."""
+        """A self-contained HTML page: the figure with alternative text."""
         source = "data:image/svg+xml;base64," + base64.b64encode(_drawn(self.figure, "svg")).decode()
-        boxes = (element("div", element("dt", name), element("dd", value)) for name, value in self.facts)
         content = (
             element("h1", self.title),
             element("p", self.said, class_="soft"),
             element("figure", element("img", src=source, alt=self.said)),
-            element("dl", *boxes, class_="facts"),
-            table(self.head, self.rows, numbers=range(1, len(self.head))),
         )
         return page(self.title, content, "img-src data:").encode()
 
@@ -104,41 +96,12 @@ def _memory(profile: Profile, tier: MemoryTier) -> Drawing:
     budget = profile.budget_bytes if tier == "GPU" else None
     where = f"{NAMES[tier].capitalize()} memory" + (f" ({profile.device})" if tier == "GPU" and profile.device else "")
     most, most_chunks = (max(values) for *_, values in curves)
-    facts = [("most in use", format_bytes(most)), ("most in chunks", format_bytes(most_chunks))]
-    facts += [("budget", format_bytes(budget))] if budget is not None else []
-    facts += [("training", format_seconds(profile.end_s)), ("moments", f"{events[-1].moment:,}")]
-    return Drawing(
-        title=where,
-        said=f"{where} over time: at most {format_bytes(most)} in use, of which chunks {format_bytes(most_chunks)}.",
-        figure=memory_figure(where, curves, profile.spans(), profile.end_s, budget),
-        facts=tuple(facts),
-        head=("phase", "times", "time", "most in use", "most in chunks"),
-        rows=tuple(_by_phase(profile, events)),
-    )
-
-
-def _by_phase(profile: Profile, events: list[MemoryEvent]) -> Iterator[tuple[str, ...]]:
-    """Rows (phase, count, seconds, peak bytes in all and in chunks), by the first occurrence of phases."""
-    begins = [(phase.moment, phase.name) for phase in profile.phases]
-    within: dict[str, list[MemoryEvent]] = defaultdict(list)
-    position = -1
-    for event in events:
-        while position + 1 < len(begins) and begins[position + 1][0] < event.moment:
-            position += 1
-        if position >= 0:
-            within[begins[position][1]].append(event)
-    spent: dict[str, list[float]] = defaultdict(list)
-    for span in profile.spans():
-        spent[span.name].append(span.end_s - span.start_s)
-    for name, seconds in spent.items():
-        total = max((event.total_bytes for event in within[name]), default=None)
-        chunks = max((event.chunk_bytes for event in within[name]), default=None)
-        most = ("" if size is None else format_bytes(size) for size in (total, chunks))
-        yield name, f"{len(seconds):,}", format_seconds(sum(seconds)), *most
+    said = f"{where} over time: at most {format_bytes(most)} in use, of which chunks {format_bytes(most_chunks)}."
+    return Drawing(where, said, memory_figure(where, curves, profile.spans(), profile.end_s, budget))
 
 
 def _access(profile: Profile) -> Drawing:
-    kinds = sorted(profile.kinds(), key=lambda kind: (kind not in ORDER, ORDER.index(kind) if kind in ORDER else 0))
+    kinds = [kind for kind in ORDER if kind in profile.kinds()]
     if not kinds:
         raise ArgumentError("the profile has no chunks: no engine worked while it was recorded")
     sections = {}
@@ -147,30 +110,12 @@ def _access(profile: Profile) -> Drawing:
         row = {chunk: index for index, chunk in enumerate(sorted({stay.chunk for stay in stays}))}
         sections[kind] = [(row[chunk], start, end, tier == "GPU") for chunk, start, end, tier in stays]
     title = "Location of chunks" + (f" ({profile.device})" if profile.device else "")
-    fetches = sum(event.tier == "GPU" and event.num_bytes > 0 for event in profile.chunks)
-    fetched = sum(event.num_bytes for event in profile.chunks if event.tier == "GPU")
-    facts = [("came to the device", f"{fetches:,} chunks"), ("of", format_bytes(fetched))]
-    facts += [("training", format_seconds(profile.end_s))]
-    return Drawing(
-        title=title,
-        said=f"Where chunks were over time, by kind, {' below '.join(kinds)}: red on the device, blue on the host.",
-        figure=locations_figure(title, sections, profile.spans(), profile.end_s),
-        facts=tuple(facts),
-        head=("kind", "chunks", "came to the device", "bytes", "time on the device"),
-        rows=tuple(_by_kind(profile, kind) for kind in kinds),
+    fetched = [event.num_bytes for event in profile.chunks if event.tier == "GPU" and event.num_bytes > 0]
+    said = (
+        f"Where chunks were over time, by kind, {' below '.join(kinds)}: red on the device, blue on the host. "
+        f"{len(fetched):,} times a chunk came to the device, {format_bytes(sum(fetched))} in all."
     )
-
-
-def _by_kind(profile: Profile, kind: str) -> tuple[str, ...]:
-    """A row (kind, number of chunks, fetches to the device, their bytes, share of time on the device)."""
-    fetches = [event for event in profile.chunks if event.kind == kind and event.tier == "GPU" and event.num_bytes]
-    stays = list(profile.stays(kind))
-    on_device, all_time = (
-        sum(stay.end_s - stay.start_s for stay in stays if stay.tier in tiers) for tiers in (("GPU",), ("GPU", "CPU"))
-    )
-    share = f"{on_device / all_time:.1%}" if all_time else ""
-    chunks = len({stay.chunk for stay in stays})
-    return kind, f"{chunks:,}", f"{len(fetches):,}", format_bytes(sum(event.num_bytes for event in fetches)), share
+    return Drawing(title, said, locations_figure(title, sections, profile.spans(), profile.end_s))
 
 
 def _drawn(figure: Figure, kind: str) -> bytes:

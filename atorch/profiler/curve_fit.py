@@ -1,7 +1,7 @@
 """Fits constants of a cluster to five or more measured step times.
 
 Every constant has a log-normal prior. The fit maximises the posterior of the constants under the prior and the runs,
-whose errors are log-normal, too (maximum a posteriori, by Gauss-Newton). So few runs change few constants, and only as
+whose errors are log-normal, too (maximum a posteriori, by least squares). So few runs change few constants, and only as
 far as needed. Large errors of a run count linearly, not by their square: Huber 1964, "Robust Estimation of a Location
 Parameter".
 """
@@ -9,7 +9,7 @@ Parameter".
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -35,7 +35,6 @@ SPREAD: Mapping[str, float] = {
 SHARES = ("efficiency", "matmul", "attention", "traffic")  # limited to at most 1
 NOISE = 0.08  # standard deviation of a run's logarithm that no constant explains
 MOVED = 0.01  # relative change from which a constant gets the runs as its source
-ROUNDS = 8
 
 FloatVector = npt.NDArray[np.float64]
 
@@ -119,6 +118,8 @@ def fitted(
     """The most probable factors on constants given the runs, by place in the cluster; empty without runs."""
     if not runs:
         return {}
+    from scipy.optimize import least_squares
+
     names, widths = list(spread), np.asarray(list(spread.values()))
     measured = np.log([run.seconds for run in runs])
 
@@ -127,30 +128,13 @@ def fitted(
         estimated = np.log([run.estimate(factors) for run in runs])
         return np.concatenate([_robust((estimated - measured) / np.asarray(noise)), offsets / widths])
 
-    return dict(zip(names, np.exp(gauss_newton(residuals, len(names))).tolist(), strict=True))
+    offsets = least_squares(residuals, np.zeros(len(names))).x
+    return dict(zip(names, np.exp(offsets).tolist(), strict=True))
 
 
 def _robust(errors: FloatVector) -> FloatVector:
     """Square roots of a pseudo-Huber loss: quadratic for small errors, linear (twice the size) for large ones."""
     return np.asarray(np.sign(errors) * np.sqrt(2 * (np.sqrt(1 + errors**2) - 1)))
-
-
-def gauss_newton(residuals: Callable[[FloatVector], FloatVector], size: int) -> FloatVector:
-    """The offsets, starting at zero, that minimise the sum of squared residuals; halves steps that increase it."""
-    offsets, step = np.zeros(size), 1e-3
-    current = residuals(offsets)
-    for _ in range(ROUNDS):
-        jacobian = np.stack([(residuals(offsets + step * unit) - current) / step for unit in np.eye(size)], axis=1)
-        move = np.linalg.lstsq(jacobian, -current, rcond=None)[0]
-        for _ in range(6):
-            proposed = residuals(offsets + move)
-            if proposed @ proposed < current @ current:
-                offsets, current = offsets + move, proposed
-                break
-            move = move / 2
-        else:
-            break
-    return offsets
 
 
 def with_constants(cluster: ClusterSpec, factors: Mapping[str, float]) -> ClusterSpec:

@@ -129,12 +129,9 @@ class LiveBytes(TorchDispatchMode):
         return out
 
     def _category(self) -> str:
-        in_backward = torch._C._current_graph_task_id() != -1
-        return (
-            OTHER
-            if in_backward and not torch.is_grad_enabled()
-            else (ACTIVATIONS if in_backward else self._default_category)
-        )
+        if torch._C._current_graph_task_id() == -1:  # outside of backward
+            return self._default_category
+        return ACTIVATIONS if torch.is_grad_enabled() else OTHER
 
     def _are_on_host(self, inputs: Any) -> bool:
         """True if all inputs of an operation are on the host, except scalars."""

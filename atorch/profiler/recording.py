@@ -39,8 +39,9 @@ class TooManyCallsError(Exception):
 
 
 @dataclass(slots=True, kw_only=True)
-class Operation:
-    node: OpNode
+class Operation(OpNode):
+    """A node of the data flow, with its traffic and FLOPs."""
+
     is_launched: bool = True  # False for pure allocations
     moved_bytes: int = 0  # of operations other than products and attention
     working_bytes: int = 0  # of its inputs and results, as large as their gradients
@@ -141,7 +142,8 @@ class Recorder:
         if self._is_on and value not in self._held:
             if value in here.inputs:
                 here.needed.add(value)
-            if value not in self.all_saved and not self._is_inner(value):
+            is_inner = self._kernel is not None and _kernel_call() is self._kernel and value in self._in_kernel
+            if value not in self.all_saved and not is_inner:
                 self.all_saved.add(value)
                 here.saved[value] = _storage(tensor).nbytes()
         return tensor.detach()  # a saved output would otherwise keep its own operation alive
@@ -171,23 +173,21 @@ class Recorder:
         for value in writes:
             self.made.setdefault(value, len(self.stretches) - 1)
         if packet in _FREE:
-            here.operations.append(
-                Operation(node=OpNode(kind="other", reads=(), writes=tuple(writes)), is_launched=False)
-            )
+            here.operations.append(Operation(kind="other", reads=(), writes=tuple(writes), is_launched=False))
             return
-        node = OpNode(
+        if not self.activations.isdisjoint(reads) or len(reads) < len(operands):
+            self.activations.update(value for value, tensor in writes.items() if tensor.is_floating_point())
+        floats = {value: tensor for value, tensor in (reads | writes).items() if tensor.is_floating_point()}
+        operation = Operation(
             kind=kind_of(packet),
             reads=tuple(reads),
             writes=tuple(writes),
             is_float=any(tensor.is_floating_point() for tensor in results),
             elements=max((tensor.numel() for tensor in reads.values()), default=0),
             left=min((tensor.numel() for tensor in results if tensor.numel()), default=1),
+            working_bytes=sum(map(_touched_bytes, floats.values())),
+            is_log_softmax=packet is torch.ops.aten._log_softmax,
         )
-        if not self.activations.isdisjoint(reads) or len(reads) < len(operands):
-            self.activations.update(value for value, tensor in writes.items() if tensor.is_floating_point())
-        floats = {value: tensor for value, tensor in (reads | writes).items() if tensor.is_floating_point()}
-        operation = Operation(node=node, working_bytes=sum(map(_touched_bytes, floats.values())))
-        operation.is_log_softmax = packet is torch.ops.aten._log_softmax
         here.operations.append(operation)
         computed = attention_of(func, args, kwargs) or product_of(packet, args, out, self._is_weight)
         if isinstance(computed, MatmulOp):
@@ -197,9 +197,6 @@ class Recorder:
         else:
             self._other(operation, operands, results)
 
-    def _is_inner(self, value: StorageId) -> bool:
-        return self._kernel is not None and _kernel_call() is self._kernel and value in self._in_kernel
-
     def _call_kernel(
         self, kernel: FrameType, operands: Mapping[StorageId, torch.Tensor], writes: Mapping[StorageId, torch.Tensor]
     ) -> None:
@@ -208,17 +205,17 @@ class Recorder:
         if kernel is not self._kernel:
             self._kernel, self._in_kernel = kernel, {}
             self.kernels.add(str(kernel.f_locals.get("package", "kernels")))
-            here.operations.append(Operation(node=OpNode(kind="kernel", reads=(), writes=self._in_kernel)))
+            here.operations.append(Operation(kind="kernel", reads=(), writes=self._in_kernel))
         operation = here.operations[-1]
         outer = {value: tensor for value, tensor in operands.items() if value not in self._in_kernel}
         here.params.update((number, None) for value in outer for number in self._weights.get(value, ()))
         read = {value: tensor for value, tensor in outer.items() if value not in self._weights}
-        fresh = {value: tensor for value, tensor in read.items() if value not in operation.node.reads}
+        fresh = {value: tensor for value, tensor in read.items() if value not in operation.reads}
         self._note_reads(here, fresh)
         for tensor in fresh.values():
             if tensor.is_floating_point():
                 self.save(tensor)
-        operation.node.reads += tuple(fresh)
+        operation.reads += tuple(fresh)
         operation.data_bytes += sum(map(_touched_bytes, fresh.values()))
         made = {value: tensor for value, tensor in writes.items() if value not in operands}
         self._in_kernel.update(dict.fromkeys(made))
@@ -238,18 +235,18 @@ class Recorder:
         return self.value(tensor) in self._weights
 
     def _product(self, operation: Operation, product: MatmulOp) -> None:
-        node = operation.node
-        node.kind, node.data = "product", self.value(product.data)
-        node.rows, node.inner, node.columns = product.rows * product.count, product.inner, product.columns
-        node.splits, node.stacked = product.splits, product.stacked
+        operation.kind, operation.data = "product", self.value(product.data)
+        operation.rows = product.rows * product.count
+        operation.inner, operation.columns = product.inner, product.columns
+        operation.splits, operation.stacked = product.splits, product.stacked
         operation.count, operation.data_bytes = product.count, tensor_bytes(product.data)
         operation.weight = self._weights[self.value(product.weight)]
         if product.bias is not None:
             operation.bias = self._weights[self.value(product.bias)]
 
     def _attention(self, operation: Operation, attention: AttentionOp) -> None:
-        node = operation.node
-        node.kind, node.query, node.key = "attention", self.value(attention.query), self.value(attention.key)
+        operation.kind = "attention"
+        operation.query, operation.key = self.value(attention.query), self.value(attention.key)
         operation.flops, operation.head_dim = attention.flops, attention.head_dim
         operation.num_heads, operation.num_kv_heads = attention.num_heads, attention.num_kv_heads
         operation.batch, operation.is_causal = attention.batch, attention.is_causal
@@ -258,23 +255,24 @@ class Recorder:
         self, operation: Operation, operands: Mapping[StorageId, torch.Tensor], results: list[torch.Tensor]
     ) -> None:
         """Record an operation of memory traffic; a value computed from weights alone counts as a weight."""
-        node, here = operation.node, self.stretches[-1]
+        here = self.stretches[-1]
         written = sum(map(_touched_bytes, results))
         weights = {value: tensor for value, tensor in operands.items() if value in self._weights}
-        is_lookup = node.kind in ("table", "gather")
+        is_lookup = operation.kind in ("table", "gather")
         operation.moved_bytes = 2 * written if is_lookup else written + sum(map(_touched_bytes, operands.values()))
-        if self._ids.intersection(node.reads) and not node.is_float:
-            self._ids.update(node.writes)
-        if node.kind == "table" and self._ids.intersection(node.reads):
+        if self._ids.intersection(operation.reads) and not operation.is_float:
+            self._ids.update(operation.writes)
+        if operation.kind == "table" and self._ids.intersection(operation.reads):
             here.tables.update((number, None) for value in weights for number in self._weights[value])
-        node.is_table = is_lookup and bool(weights) and all(tensor.dim() < 3 for tensor in weights.values())
-        if weights and not node.is_table and not any(operands[value].is_floating_point() for value in node.reads):
+        operation.is_table = is_lookup and bool(weights) and all(tensor.dim() < 3 for tensor in weights.values())
+        reads_floats = any(operands[value].is_floating_point() for value in operation.reads)
+        if weights and not operation.is_table and not reads_floats:
             source = tuple(dict.fromkeys(number for value in weights for number in self._weights[value]))
-            self._weights.update(dict.fromkeys(node.writes, source))
+            self._weights.update(dict.fromkeys(operation.writes, source))
             if self._casts_apart and all(tensor.dtype in _NARROW for tensor in results):
-                self._held.update(node.writes)
+                self._held.update(operation.writes)
                 operation.moved_bytes = 0
-            node.reads = node.writes = ()
+            operation.reads = operation.writes = ()
 
 
 class _Operations(TorchDispatchMode):

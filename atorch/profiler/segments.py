@@ -164,10 +164,7 @@ class _Assembly:
         operations = stretch.operations
         launched = sum(operation.is_launched for operation in operations)
         layout = derive(
-            [operation.node for operation in operations],
-            self.activations,
-            self.leaving.get(place, ()),
-            0 if stretch.block else self.vocabulary,
+            operations, self.activations, self.leaving.get(place, ()), 0 if stretch.block else self.vocabulary
         )
         segment = Segment(
             name=stretch.block,
@@ -205,11 +202,11 @@ class _Assembly:
         rows: dict[Matmul, list[float]] = {}
         for place, split in layout.splits.items():
             operation, of_experts = operations[place], place in layout.of_experts
-            num_rows = operation.node.rows / operation.count
+            num_rows = operation.rows / operation.count
             product = Matmul(
                 rows=0.0 if of_experts else num_rows,
-                inner=operation.node.inner,
-                columns=operation.node.columns,
+                inner=operation.inner,
+                columns=operation.columns,
                 split=split,
                 trainable=bool(self.ownership.trainable(frozenset(operation.weight))),
                 of_experts=of_experts,
@@ -227,24 +224,19 @@ def _region(stretch: Stretch, layout: SplitAnalysis, *, is_inside: bool) -> Regi
         if value not in stretch.inputs and (value in layout.inside_values) == is_inside
     }
     # Selective recomputation keeps fused attention, but not written scores, which grow with the square of the sequence.
-    kept = (call.node for call in stretch.operations if call.node.kind == "product" or call.num_heads)
-    results = {value for node in kept for value in node.writes}
+    kept = (call for call in stretch.operations if call.kind == "product" or call.num_heads)
+    results = {value for call in kept for value in call.writes}
+    here = (call for place, call in enumerate(stretch.operations) if (place in layout.inside) == is_inside)
     return Region(
         saved_bytes=float(sum(saved.values())),
         selective_bytes=float(sum(size for value, size in saved.items() if value in results)),
-        traffic_bytes=float(
-            sum(
-                operation.moved_bytes
-                for place, operation in enumerate(stretch.operations)
-                if (place in layout.inside) == is_inside
-            )
-        ),
+        traffic_bytes=float(sum(call.moved_bytes for call in here)),
     )
 
 
 def _attention(operations: Sequence[Operation]) -> dict[str, Any]:
     """A segment's fields about attention; the first product sums over a head's features."""
-    attentions = [operation for operation in operations if operation.flops and operation.node.kind != "kernel"]
+    attentions = [operation for operation in operations if operation.flops and operation.kind != "kernel"]
     fused = [operation for operation in attentions if operation.num_heads]
     return {
         "head_dim": min((operation.head_dim for operation in fused or attentions), default=0),
@@ -255,7 +247,7 @@ def _attention(operations: Sequence[Operation]) -> dict[str, Any]:
 
 def _dispatched_bytes(operations: Sequence[Operation], layout: SplitAnalysis) -> float:
     """Bytes of tokens dispatched to experts, each product's input once."""
-    sizes = {operations[place].node.data: operations[place].data_bytes for place in layout.of_experts}
+    sizes = {operations[place].data: operations[place].data_bytes for place in layout.of_experts}
     return float(sum(size for value, size in sizes.items() if value in layout.dispatched))
 
 
@@ -269,7 +261,7 @@ def _heads(operations: Sequence[Operation], layout: SplitAnalysis, samples: int)
         return 0, 0
     attention = operations[layout.attention]
     queries, keys = (
-        sum(operations[place].node.columns for place in places) / attention.head_dim
+        sum(operations[place].columns for place in places) / attention.head_dim
         for places in (layout.queries, layout.keys)
     )
     is_packed = layout.queries == layout.keys

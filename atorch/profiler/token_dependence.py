@@ -28,8 +28,10 @@ TIMES = (1, 2, 3)
 CHECK = 5
 UNIT = 4  # tokens
 _TOLERANCE = 0.01
-_OF_OPERATION = ("moved_bytes", "working_bytes", "data_bytes", "flops", "head_dim", "batch", "count")
-_OF_NODE = ("rows", "inner", "columns", "elements", "left")
+_FIGURES = (
+    *("moved_bytes", "working_bytes", "data_bytes", "flops", "head_dim", "batch", "count"),
+    *("rows", "inner", "columns", "elements", "left"),
+)
 
 
 def extrapolated(record: Callable[[int], Recorder], length: int) -> Recorder | None:
@@ -83,8 +85,7 @@ def _slots(recorder: Recorder) -> Iterator[tuple[Any, Any]]:
         for sizes in (stretch.saved, stretch.inputs, stretch.read):
             yield from ((sizes, value) for value in sizes)
         for operation in stretch.operations:
-            yield from ((operation, name) for name in _OF_OPERATION)
-            yield from ((operation.node, name) for name in _OF_NODE)
+            yield from ((operation, name) for name in _FIGURES)
 
 
 def _get(slot: tuple[Any, Any]) -> float:
@@ -97,7 +98,7 @@ def _is_alike(recorders: Sequence[Recorder]) -> bool:
     """True if the same operations ran, on equal numbers of values."""
     first, *others = (
         [
-            (run.block, len(run.saved), len(run.inputs), len(run.read), [call.node.kind for call in run.operations])
+            (run.block, len(run.saved), len(run.inputs), len(run.read), [call.kind for call in run.operations])
             for run in recorder.stretches
         ]
         for recorder in recorders

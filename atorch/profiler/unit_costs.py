@@ -82,10 +82,7 @@ def _with(unit: UnitCost, other: UnitCost | None) -> UnitCost:
     if other is None:
         return unit
     return UnitCost(
-        unit.name,
-        unit.seconds + other.seconds,
-        unit.held_bytes + other.held_bytes,
-        unit.kept_bytes + other.kept_bytes,
+        unit.name, unit.seconds + other.seconds, unit.held_bytes + other.held_bytes, unit.kept_bytes + other.kept_bytes
     )
 
 

@@ -39,17 +39,13 @@ class GradScaler(torch.amp.GradScaler):
         """
         self._begin()
         super().unscale_(optimizer)
-        self._trusted()
+        if is_initialized() and session().optimizer is not None:
+            session().optimizer.mark_synced()
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Step the optimizer, or skip the step on all processes if one has a non-finite gradient."""
         self._begin()
         return super().step(optimizer, *args, **kwargs)
-
-    @staticmethod
-    def _trusted() -> None:
-        if is_initialized() and session().optimizer is not None:
-            session().optimizer.mark_synced()
 
     def _begin(self) -> None:
         if self._enabled and self._scale is None and _is_shared():

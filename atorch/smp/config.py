@@ -8,57 +8,41 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import torch
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from atorch.distributed import world
-from atorch.errors import ArgumentError, check_bools, near_miss, shown
+from atorch.errors import ArgumentError, near_miss, shown
 from atorch.files.config_dict import NoEffect, Section
 from atorch.files.strict_json import Format, parse, read_json
-from atorch.logs import logger, speaking
+from atorch.logs import logger
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-@dataclass(frozen=True)
-class ModelOptions:
+class ModelOptions(Section):
     """Options of a model's tracing, and of its gradients' averaging."""
+
+    model_config = ConfigDict(strict=True)  # else "no" counts as False
 
     trace_device: Literal["cpu", "gpu"] = "gpu"
     trace_execution_times: bool = False
     overlapping_allreduce: bool = True
-    backward_passes_per_step: int = 1
+    backward_passes_per_step: int = Field(1, ge=1)
     average_grads_across_microbatches: bool = True
-    bucket_cap_mb: float = 25
+    bucket_cap_mb: float = Field(25, gt=0, description="in MiB")
     trace_memory_usage: bool = False
     broadcast_buffers: bool = True
     gradient_as_bucket_view: bool = False
 
-    def checked(self) -> ModelOptions:
-        """Validate the options; returns them.
-
-        Raises:
-            ArgumentError: a value is invalid.
-        """
-        bools = {field.name: getattr(self, field.name) for field in fields(self) if field.type == "bool"}
-        check_bools("smp.DistributedModel", **bools)
-        if self.trace_device not in ("cpu", "gpu"):
-            raise ArgumentError(f'trace_device is {self.trace_device!r}; give "cpu" or "gpu"')
+    @model_validator(mode="after")
+    def _measures_what_trains(self) -> Self:
         if self.trace_device == "cpu" and self.trace_execution_times:
-            raise ArgumentError(
+            raise ValueError(
                 'trace_execution_times measures the device that trains: it must be False where trace_device is "cpu"'
             )
-        if type(self.backward_passes_per_step) is not int or self.backward_passes_per_step < 1:
-            raise ArgumentError(f"backward_passes_per_step is {self.backward_passes_per_step!r}; give 1 or more")
-        if not isinstance(self.bucket_cap_mb, (int, float)) or not self.bucket_cap_mb > 0:
-            raise ArgumentError(f"bucket_cap_mb is {shown(self.bucket_cap_mb)}; give a size in MiB")
-        if self.trace_device == "gpu" and not torch.cuda.is_available():
-            with speaking(True):
-                logger.info('trace_device is "gpu", and there is none here: the model is traced on the CPU')
         return self
 
 
@@ -69,7 +53,7 @@ VARIABLES = ("SMP_CONFIG", "SM_HP_MP_PARAMETERS")
 Placement = Literal["cluster", "spread", "DPT", "DTP", "PDT", "PTD", "TDP", "TPD"]
 PLACEMENTS: Mapping[str, str] = {"cluster": "DPT", "spread": "TPD"}
 
-# Synonymous keys: the older name, and the one that is kept.
+# The older name of a key, and the one that is kept.
 SYNONYMS: Mapping[str, str] = {"partitions": "pipeline_parallel_degree", "fp16_params": "fp16"}
 # Keys of version 2 of the original, which this package does not emulate.
 OF_VERSION_2: Mapping[str, str] = {
@@ -118,44 +102,22 @@ class Config(Section):
     prescaled_batch: bool = Field(False, description="the ranks of a tensor group are given the same batch")
     skip_tracing: bool = Field(False, description="partition by parameters alone, without a traced pass")
     offload_activations: bool = Field(False, description="checkpointed activations wait in host memory")
-    activation_loading_horizon: Annotated[int, NoEffect("kept inputs come back when they are needed")] = Field(
-        4, ge=1, description="how many passes ahead they came back"
-    )
-    deterministic_server: Annotated[bool, NoEffect("every run executes the same schedule")] = Field(
-        False, description="executed requests in one order on all ranks"
-    )
-    ddp_dist_backend: Annotated[str, NoEffect("gloo on hosts and NCCL on CUDA devices")] = Field(
-        "auto", description="chose the library that averages gradients"
-    )
-    sdp_reduce_bucket_size: Annotated[int, NoEffect(_SHARDS)] = Field(
-        500_000_000, ge=1, description="elements reduced at a time"
-    )
-    sdp_param_persistence_threshold: Annotated[int, NoEffect(_SHARDS)] = Field(
-        1_000_000, ge=0, description="elements of a parameter below which it was not sharded"
-    )
-    sdp_max_live_parameters: Annotated[int, NoEffect(_SHARDS)] = Field(
-        1_000_000_000, ge=1, description="parameters that might be whole at a time"
-    )
-    sdp_hierarchical_allgather: Annotated[bool, NoEffect("NCCL chooses the way by the machine's links")] = Field(
-        True, description="gathered within machines first"
-    )
+    activation_loading_horizon: Annotated[int, NoEffect("kept inputs come back when they are needed")] = Field(4, ge=1)
+    deterministic_server: Annotated[bool, NoEffect("every run executes the same schedule")] = False
+    ddp_dist_backend: Annotated[str, NoEffect("gloo on hosts and NCCL on CUDA devices")] = "auto"
+    sdp_reduce_bucket_size: Annotated[int, NoEffect(_SHARDS)] = Field(500_000_000, ge=1)
+    sdp_param_persistence_threshold: Annotated[int, NoEffect(_SHARDS)] = Field(1_000_000, ge=0)
+    sdp_max_live_parameters: Annotated[int, NoEffect(_SHARDS)] = Field(1_000_000_000, ge=1)
+    sdp_hierarchical_allgather: Annotated[bool, NoEffect("NCCL chooses the way by the machine's links")] = True
     delayed_parameter_initialization: bool = Field(
         False, description="parameters made inside `smp.model_creation` get memory and values at the first step"
     )
-    static_mode: Annotated[bool, NoEffect("every schedule is static")] = Field(
-        False, description="repeated the first step's requests"
-    )
-    fast_mode: Annotated[bool, NoEffect("stages send to one another directly")] = Field(
-        False, description="sent between stages without a detour"
-    )
-    contiguous: Annotated[bool, NoEffect("it was for TensorFlow; stages here follow the order of execution")] = Field(
-        True, description="kept partitions contiguous"
-    )
-    horovod: Annotated[bool, NoEffect("`ddp` averages gradients")] = Field(
-        False, description="let Horovod average gradients"
-    )
-    processes_per_host: Annotated[int | None, NoEffect(_MPI)] = Field(None, description="processes that MPI started")
-    custom_mpi_options: Annotated[str, NoEffect(_MPI)] = Field("", description="arguments for `mpirun`")
+    static_mode: Annotated[bool, NoEffect("every schedule is static")] = False
+    fast_mode: Annotated[bool, NoEffect("stages send to one another directly")] = False
+    contiguous: Annotated[bool, NoEffect("it was for TensorFlow; stages here follow the order of execution")] = True
+    horovod: Annotated[bool, NoEffect("`ddp` averages gradients")] = False
+    processes_per_host: Annotated[int | None, NoEffect(_MPI)] = None
+    custom_mpi_options: Annotated[str, NoEffect(_MPI)] = ""
 
     @model_validator(mode="before")
     @classmethod
@@ -227,17 +189,18 @@ class Config(Section):
         """
         if isinstance(config, Config):
             return config
+        given: Any = config
         source = ""
-        if config is None and (variable := world.variable(*VARIABLES)) is not None:
-            source, text = variable
-            is_path = source == VARIABLES[0] and not text.lstrip().startswith("{")
-            config = text if is_path else _parsed(text, source)
-        if isinstance(config, (str, os.PathLike)):
-            source, config = os.fspath(config), _object(read_json(config, FORMAT), os.fspath(config))
-        if config is not None and not isinstance(config, Mapping):
-            raise ArgumentError(f"config is {shown(config)}; it is a dict, the path of a JSON file, or None")
-        parameters, unused = _flat(config or {})
         try:
+            if given is None and (variable := world.variable(*VARIABLES)) is not None:
+                source, text = variable
+                is_path = source == VARIABLES[0] and not text.lstrip().startswith("{")
+                given = text if is_path else parse(text, FORMAT)
+            if isinstance(given, (str, os.PathLike)):
+                given, source = read_json(given, FORMAT), os.fspath(given)
+            if given is not None and not isinstance(given, Mapping):
+                raise ArgumentError(f"config is {shown(given)}; it is a dict, the path of a JSON file, or None")
+            parameters, unused = _flat(given or {})
             result = cls.checked(parameters)
         except ArgumentError as error:
             raise ArgumentError(f"{source}: {error}" if source else str(error)) from None
@@ -246,19 +209,6 @@ class Config(Section):
             listed = "; ".join(f"{key} ({why})" for key, why in unused.items())
             logger.warning("config: these keys have no effect here: %s", listed)
         return result
-
-
-def _parsed(text: str, source: str) -> Mapping[str, Any]:
-    try:
-        return _object(parse(text, FORMAT), source)
-    except ArgumentError as error:
-        raise ArgumentError(f"{source}: {error}") from None
-
-
-def _object(value: Any, source: str) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise ArgumentError(f"{source} holds {shown(value)}; a configuration is a JSON object of keys and values")
-    return value
 
 
 def _flat(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, str]]:

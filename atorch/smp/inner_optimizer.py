@@ -8,7 +8,6 @@ Fused optimizers keep groups and steps, choose a kernel, and step parameters in 
 
 from __future__ import annotations
 
-import importlib
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -28,6 +27,7 @@ from atorch.logs import say_once
 from atorch.model.pytree import local_part
 from atorch.runtime.data_parallel.zero1 import ShardedOptimizer
 from atorch.runtime.fsdp.sharded_access import step_as_ordinary
+from atorch.runtime.fused import optional
 from atorch.runtime.gradients.clip import Spread, local_grad
 from atorch.runtime.optimizer.user_optimizer import ShardKind, refusal
 from atorch.runtime.optimizer.wrapped_optimizer import WrappedOptimizer
@@ -255,10 +255,8 @@ class Fused(Optimizer):
 
 def _apex(name: str) -> KernelCall | None:
     """The function that applies a kernel of apex to lists; None if apex or its CUDA extensions are not installed."""
-    try:
-        kernel = getattr(importlib.import_module("amp_C"), name)
-        apply = importlib.import_module("apex.multi_tensor_apply").multi_tensor_applier
-    except ImportError:
+    kernel, apply = optional("amp_C", name), optional("apex.multi_tensor_apply", "multi_tensor_applier")
+    if kernel is None or apply is None:
         return None
     return lambda lists, *arguments: apply(
         kernel, torch.zeros(1, dtype=torch.int, device=lists[0][0].device), lists, *arguments
@@ -268,16 +266,12 @@ def _apex(name: str) -> KernelCall | None:
 def _check(name: str, group: dict[str, Any]) -> None:
     rules: list[tuple[str, Callable[[Any], bool], str]] = [
         *((setting, lambda value: value >= 0, "at least 0") for setting in ("lr", "eps", "weight_decay")),
-        ("betas", _are_betas, "two numbers from 0 to below 1"),
+        ("betas", lambda pair: len(pair) == 2 and all(0 <= beta < 1 for beta in pair), "two numbers from 0 to below 1"),
         ("norm_type", lambda value: value in (0, 2), "2, or 0 for the largest absolute value"),
     ]
     for setting, holds, rule in rules:
         if setting in group and not holds(group[setting]):
             raise ArgumentError(f"{name} was given {shown(group[setting])} as {setting}; it is {rule}")
-
-
-def _are_betas(betas: Any) -> bool:
-    return len(betas) == 2 and all(0 <= beta < 1 for beta in betas)
 
 
 def _check_kind(name: str, parameter: Tensor) -> None:

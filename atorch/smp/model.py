@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from atorch.errors import ArgumentError, check_bools, shown
+from atorch.logs import logger, speaking
 from atorch.runtime.data_parallel.buckets import gathered
 from atorch.runtime.optimizer.held_tensors import held_tensors
 from atorch.runtime.pipeline.stage import STAGE
@@ -68,11 +69,19 @@ class DistributedModel(LocalParts):
         _check_module(module, owner)
         module = replace_registered(module)
         super().__init__()
-        self.options = ModelOptions(
-            trace_device, trace_execution_times, overlapping_allreduce, backward_passes_per_step,
-            average_grads_across_microbatches, bucket_cap_mb, trace_memory_usage, broadcast_buffers,
-            gradient_as_bucket_view,
-        ).checked()  # fmt: skip
+        self.options = ModelOptions.checked(
+            {
+                "trace_device": trace_device, "trace_execution_times": trace_execution_times,
+                "overlapping_allreduce": overlapping_allreduce, "backward_passes_per_step": backward_passes_per_step,
+                "average_grads_across_microbatches": average_grads_across_microbatches, "bucket_cap_mb": bucket_cap_mb,
+                "trace_memory_usage": trace_memory_usage, "broadcast_buffers": broadcast_buffers,
+                "gradient_as_bucket_view": gradient_as_bucket_view,
+            },
+            "smp.DistributedModel",
+        )  # fmt: skip
+        if trace_device == "gpu" and not torch.cuda.is_available():
+            with speaking(True):
+                logger.info('trace_device is "gpu", and there is none here: the model is traced on the CPU')
         self.module = module
         self.division: Division | None = None
         """The modules on each partition; None before partitioning."""
@@ -139,13 +148,8 @@ class DistributedModel(LocalParts):
 
     @property
     def runner(self) -> Runner | None:
-        """The runner of steps; None before the model is partitioned."""
+        """None before the model is partitioned."""
         return self._runner[0] if self._runner else None
-
-    @property
-    def partitioned(self) -> bool:
-        """True once the first step has partitioned the model."""
-        return bool(self._runner)
 
     def get_module(self) -> nn.Module:
         """The wrapped module; once partitioned, the first of the local parts, with the same names."""
@@ -210,7 +214,7 @@ class DistributedModel(LocalParts):
         """
         if self.comm_hook is not None:
             raise ArgumentError("register_comm_hook was called before; there is one communication hook")
-        _check_hook("register_comm_hook", hook, " of (state, bucket)")
+        _check_hook("register_comm_hook", hook)
         self.comm_hook = state, hook
 
     @contextmanager
@@ -369,9 +373,9 @@ def _check_module(module: Any, owner: Session) -> None:
         raise ArgumentError("smp.DistributedModel was given a module that is distributed already")
 
 
-def _check_hook(call: str, hook: Any, takes: str = "") -> None:
+def _check_hook(call: str, hook: Any) -> None:
     if not callable(hook):
-        raise ArgumentError(f"{call} was given {shown(hook)}; give a function{takes}")
+        raise ArgumentError(f"{call} was given {shown(hook)}; give a function")
 
 
 def _num_arguments(hook: Callable[..., Any]) -> int:

@@ -26,6 +26,7 @@ from atorch.smp.inner_optimizer import stepping
 from atorch.smp.model import DistributedModel
 from atorch.smp.session import session
 from atorch.smp.steps.precision import half_of, loss_scale_of
+from atorch.smp.steps.runner import Runner
 
 
 def spread_of(model: DistributedModel) -> Spread:
@@ -47,9 +48,7 @@ def clip(
     Raises:
         ArgumentError: the model is not partitioned yet, or `max_norm` or `norm_type` is not above 0.
     """
-    runner = model.runner
-    if runner is None:
-        raise ArgumentError(f"{call} was called before the first smp.step, which makes gradients; call it after")
+    runner = _runner_of(model, call)
     norm_type = math.inf if norm_type == "inf" else norm_type  # type: ignore[comparison-overlap]
     for name, value in (("max_norm", max_norm), ("norm_type", norm_type)):
         if isinstance(value, bool) or not isinstance(value, Real) or not float(value) > 0:
@@ -60,44 +59,10 @@ def clip(
     return clip_grads(parameters, max_norm * scale, norm_type, spread) / scale
 
 
-class ScaledApart:
-    """Detects that a script has scaled gradients itself, as torch's `clip_grad_norm_` does.
-
-    That function takes the norm of this process's part of the model only, so that parts are scaled by different
-    factors. A warning is logged once; torch is not patched to prevent it.
-    """
-
-    def __init__(self) -> None:
-        self._seen: tuple[Tensor, int, Tensor] | None = None
-        self._was_told = False
-
-    @torch.no_grad()
-    def look(self, model: DistributedModel) -> None:
-        """Record the current, correct gradients, by a copy of the smallest one. No communication."""
-        self._seen = None
-        spread = spread_of(model)
-        if self._was_told or not (spread.over or spread.parts):
-            return
-        gradients = [leaf.grad for leaf in model.parameters() if leaf.grad is not None and not leaf.grad.is_sparse]
-        if gradients:
-            smallest = min(gradients, key=Tensor.numel)
-            self._seen = smallest, smallest._version, smallest.clone()
-
-    def warn(self) -> None:
-        """Warn if the recorded gradient has changed since `look`."""
-        if self._seen is None:
-            return
-        gradient, version, before = self._seen
-        self._seen = None
-        if gradient._version == version or bool((gradient == before).all()):
-            return
-        self._was_told = True
-        logger.warning(
-            "gradients were changed between the step and optimizer.step(). Where that was "
-            "torch.nn.utils.clip_grad_norm_, it took the norm of this process's part of the model alone. Call "
-            "optimizer.clip_master_grads(max_norm), in any precision: it takes the norm of the whole model",
-            extra=OF_THIS_RANK,
-        )
+def _runner_of(model: DistributedModel, call: str) -> Runner:
+    if model.runner is None:
+        raise ArgumentError(f"{call} was called before the first smp.step, which makes gradients; call it after")
+    return model.runner
 
 
 OptimizerState = dict[str, Any]
@@ -143,7 +108,8 @@ class DistributedOptimizer(WrappedOptimizer):
         self._model = owner.model
         self.optimizer = optimizer
         """The wrapped optimizer; schedulers may be constructed from it."""
-        self._scaled_apart = ScaledApart()
+        self._synced: tuple[Tensor, int, Tensor] | None = None  # a correct gradient, its version and values
+        self._was_told = False
         self._scale = scale if owner.config.fp16 else None
         if self._scale is None and (dynamic_loss_scale or static_loss_scale not in (None, 1.0)):
             logger.info("the loss is not scaled: fp16 is not set in the configuration")
@@ -184,7 +150,7 @@ class DistributedOptimizer(WrappedOptimizer):
 
     def update_master_grads(self) -> None:
         """Check on all processes that all gradients are finite, and set `overflow`. `step` always does so, too."""
-        self._need_partition("update_master_grads")
+        _runner_of(self._model, "update_master_grads")
         if isinstance(self.inner, ScaledOptimizer):
             self.inner.step_was_skipped = self.inner.overflows()
 
@@ -206,13 +172,38 @@ class DistributedOptimizer(WrappedOptimizer):
         """`clip_master_grads`, under the name that the Trainer of transformers 4 calls."""
         return self.clip_master_grads(max_norm, norm_type)
 
+    @torch.no_grad()
     def mark_synced(self) -> None:
-        """Take the current gradients as correct; a later change by the script is reported, once."""
-        self._scaled_apart.look(self._model)
+        """Take the current gradients as correct, by a copy of the smallest; a later change by the script is reported.
 
-    def _need_partition(self, call: str) -> None:
-        if not self._model.partitioned:
-            raise ArgumentError(f"{call} was called before the first smp.step, which makes gradients; call it after")
+        torch's `clip_grad_norm_` is such a change: it takes the norm of this process's part of the model only, so that
+        parts are scaled by different factors. torch is not patched to prevent it.
+        """
+        self._synced = None
+        spread = spread_of(self._model)
+        if self._was_told or not (spread.over or spread.parts):
+            return
+        gradients = [
+            leaf.grad for leaf in self._model.parameters() if leaf.grad is not None and not leaf.grad.is_sparse
+        ]
+        if gradients:
+            smallest = min(gradients, key=Tensor.numel)
+            self._synced = smallest, smallest._version, smallest.clone()
+
+    def _warn_of_changes(self) -> None:
+        """Warn once if the gradients have changed since `mark_synced`."""
+        if self._synced is None:
+            return
+        gradient, version, before = self._synced
+        if gradient._version == version or bool((gradient == before).all()):
+            return
+        self._was_told = True
+        logger.warning(
+            "gradients were changed between the step and optimizer.step(). Where that was "
+            "torch.nn.utils.clip_grad_norm_, it took the norm of this process's part of the model alone. Call "
+            "optimizer.clip_master_grads(max_norm), in any precision: it takes the norm of the whole model",
+            extra=OF_THIS_RANK,
+        )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters of the model."""
@@ -238,7 +229,7 @@ class DistributedOptimizer(WrappedOptimizer):
             ArgumentError: a closure is given, which cannot run the parts of the model on other processes.
         """
         self._refuse(closure)
-        self._scaled_apart.warn()
+        self._warn_of_changes()
         config = session().config
         if config.sharded_data_parallel_degree > 1 and config.sdp_gradient_clipping:
             self.clip_master_grads(config.sdp_gradient_clipping)

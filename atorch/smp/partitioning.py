@@ -121,7 +121,7 @@ def units_by_hand(model: nn.Module, default: int) -> dict[str, nn.Module]:
 
     def visit(module: nn.Module, path: str) -> None:
         for name, child in module.named_children():
-            places = {place_by_hand(inner, default) for inner in child.modules() if inner._parameters}
+            places = _places_by_hand(child, default)
             below = f"{path}{name}"
             if child in seen or not places:
                 continue
@@ -135,10 +135,9 @@ def units_by_hand(model: nn.Module, default: int) -> dict[str, nn.Module]:
     return units
 
 
-def place_by_hand(module: nn.Module, default: int) -> int:
-    """The partition in whose context a module was created; `default` outside all contexts."""
-    index = vars(module).get(MARK)
-    return default if index is None else int(index)
+def _places_by_hand(module: nn.Module, default: int) -> set[int]:
+    """The partitions in whose contexts a module and those inside were created; `default` outside all contexts."""
+    return {vars(inner).get(MARK, default) for inner in module.modules() if inner._parameters}
 
 
 def divided_by_hand(route: Route, units: Mapping[str, nn.Module], count: int, default: int) -> Division:
@@ -147,10 +146,7 @@ def divided_by_hand(route: Route, units: Mapping[str, nn.Module], count: int, de
     Raises:
         StrategyError: a partition has no module that the model calls.
     """
-    placed = {}
-    for name in dict.fromkeys(call.unit for call in route.calls):
-        places = {place_by_hand(inner, default) for inner in units[name].modules() if inner._parameters}
-        placed[name] = places.pop()
+    placed = {call.unit: _places_by_hand(units[call.unit], default).pop() for call in route.calls}
     return _division(route, placed, count, {})
 
 

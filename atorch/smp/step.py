@@ -39,7 +39,7 @@ from atorch.smp.session import Session, session, tracing
 from atorch.smp.steps.averaging import Averaging, PartReduction, check_degrees, sharded
 from atorch.smp.steps.micro_batch_run import Body
 from atorch.smp.steps.precision import half_of, halve, widen_output
-from atorch.smp.steps.runner import Faults, Runner
+from atorch.smp.steps.runner import Runner
 from atorch.smp.steps.slicing import Slicing, StepArguments, outputs_of, starts_together, with_the_firsts_batch
 from atorch.smp.tensor.split import TensorSplit, split_marked
 
@@ -133,7 +133,12 @@ def partition(owner: Session, model: DistributedModel, function: Function, sampl
             the model unchanged.
     """
     mesh, config, whole = owner.mesh, owner.config, model.module
-    call_on_all_ranks("smp.DistributedModel", lambda: _described(owner, model), lambda: None)
+
+    def described() -> Mapping[str, Facts]:
+        facts = dict(described_call(whole, **vars(model.options)))
+        return facts | ({} if owner.optimizer is None else {"optimizer": described_optimizer(owner.optimizer)})
+
+    call_on_all_ranks("smp.DistributedModel", described, lambda: None)
     check_degrees(config)
     seed = from_rank_zero(torch.initial_seed())
     turn_off_caches(whole)
@@ -144,7 +149,7 @@ def partition(owner: Session, model: DistributedModel, function: Function, sampl
     division = from_rank_zero(division)  # measured times differ between processes
     values = all_or_none(lambda: delayed_values(whole))
     blank = all_or_none(lambda: _blank_copy(whole))
-    faults = Faults()
+    faults: list[Exception] = []
     placed = PlacedSchedule(division.places, config.active_microbatches, config.pipeline == "simple")
     if len(division.places) == 1:
         parts: tuple[nn.Module, ...] = (whole,)
@@ -167,7 +172,7 @@ def partition(owner: Session, model: DistributedModel, function: Function, sampl
     averaging = None if passes is not None else _averaging(owner, model, parts)
     engine = ties = None
     if len(division.places) > 1:
-        reductions = [PartReduction(part, averaging, faults.note) for part in parts]
+        reductions = [PartReduction(part, averaging, faults.append) for part in parts]
         group = mesh.group("pipeline")
         schedule = by_torch(placed, config.microbatches)
         engine = Engine(parts, schedule, group, owner.device, reductions=reductions)
@@ -190,12 +195,6 @@ def _blank_copy(model: nn.Module) -> nn.Module:
         for tensor in model.parameters()
     }
     return duplicate(model, memo)
-
-
-def _described(owner: Session, model: DistributedModel) -> Mapping[str, Facts]:
-    """Facts that must be equal on all processes."""
-    facts = dict(described_call(model.module, **vars(model.options)))
-    return facts | ({} if owner.optimizer is None else {"optimizer": described_optimizer(owner.optimizer)})
 
 
 def _tensor_split(owner: Session, model: DistributedModel, function: Function, sample: StepArguments) -> TensorSplit:
@@ -234,14 +233,9 @@ def _call_facts(config: Config, divided: tuple[Mapping[str, nn.Module], Route, D
     """Facts that must be equal on all processes: the calls of units and, if set by hand, their partitions."""
     _, route, division = divided
     where = {} if config.auto_partition else division.partition_of
-    return {
-        "calls": {
-            f"call {number} of the model's modules": Fact(
-                call.unit, f"on partition {where[call.unit]}" if where else ""
-            )
-            for number, call in enumerate(route.calls)
-        }
-    }
+    on = {unit: f"on partition {place}" for unit, place in where.items()}
+    facts = (Fact(call.unit, on.get(call.unit, "")) for call in route.calls)
+    return {"calls": {f"call {number} of the model's modules": fact for number, fact in enumerate(facts)}}
 
 
 def _watched(

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from atorch.profiler.curve_fit import NOISE, TimedRun, fitted, gauss_newton, with_constants
+from atorch.profiler.curve_fit import NOISE, TimedRun, fitted, with_constants
 
-__all__ = ["NOISE", "TimedRun", "drawn", "fitted", "gauss_newton", "is_fitted", "with_constants"]
+__all__ = ["NOISE", "TimedRun", "drawn", "fitted", "is_fitted", "with_constants"]
 
 FITTED_MODELS = frozenset(
     {"llama-like 1b", "gpt h1024 l12", "mpt-1b", "mpt-760m", "gpt h1536 l16", "llama3-70b (reduced to 12 layers)"}

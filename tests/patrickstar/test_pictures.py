@@ -32,17 +32,6 @@ def test_memory_shows_both_curves_the_budget_and_the_phases() -> None:
     assert axes.get_ylabel() == "memory (GiB)"
 
 
-def test_phases_are_told_with_what_was_in_use() -> None:
-    drawing = draw(recorded(), "memory", "GPU")
-    assert [row[:2] for row in drawing.rows] == [
-        ("forward", "2"),
-        ("backward", "2"),
-        ("optimizer", "2"),
-        ("other", "2"),
-    ]
-    assert drawing.rows[1][3] == "2.89 GiB"  # the peak, at the beginning of backward
-
-
 def test_access_has_the_guides_sections_from_the_bottom() -> None:
     figure = draw(recorded(), "access").figure
     _, axes = figure.axes

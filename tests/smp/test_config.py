@@ -114,7 +114,7 @@ def test_a_file(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match=r"smp\.json: config: there is no key 'microbatch'"):
         Config.read(file)
     file.write_text("[1]")
-    with pytest.raises(ArgumentError, match=r"smp\.json holds \[1\]; a configuration is a JSON object"):
+    with pytest.raises(ArgumentError, match=r"smp\.json: config is \[1\]; it is a dict"):
         Config.read(file)
     with pytest.raises(ArgumentError, match="there is no configuration"):
         Config.read(tmp_path / "other.json")

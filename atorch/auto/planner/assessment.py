@@ -49,18 +49,10 @@ class Assessment:
     def to_json_data(self) -> dict[str, Any]:
         """Plain data; strategies in the list form of `load_strategy`."""
         return {
-            "load_strategy": self.strategy.to_list(),
-            "strategy": json_data(self.strategy),
-            "estimate": json_data(self.estimate),
-            "cluster": self.cluster.to_json_data(),
-            "global_batch": self.global_batch,
+            **json_data(replace(self, changes=(), best="")),
             "memory_bytes": self.cluster.device.memory_bytes,
-            "usable_bytes": self.usable_bytes,
-            "num_params": self.num_params,
             "fits": self.short is None,
             "fits_narrowly": self.fits_narrowly,
-            "short": self.short,
-            "refusals": list(self.refusals),
             "changes": [self._change_data(change) for change in self.changes],
             "best": self.best if isinstance(self.best, str) else self.best.to_json_data(),
         }

@@ -138,12 +138,7 @@ class EstimateUncertainty:
         low_bytes, high_bytes = memory_band(estimate.memory)
         _, needed = memory_band({**estimate.memory, "slack": estimate.reserve_bytes})
         return replace(
-            estimate,
-            low_s=low_s,
-            high_s=high_s,
-            low_bytes=low_bytes,
-            high_bytes=high_bytes,
-            high_needed_bytes=needed,
+            estimate, low_s=low_s, high_s=high_s, low_bytes=low_bytes, high_bytes=high_bytes, high_needed_bytes=needed
         )
 
     def shares(self, methods: Composed) -> Shares:

@@ -58,9 +58,7 @@ def counterfactuals(
     look = _Look(space, chosen, start, limits, columns, set(columns.methods), times)
     base = look.scored(chosen)
     assert base is not None, "the chosen composition is legal"
-    return tuple(
-        _counterfactual(change.what, change.change, base[1], change.estimate, limits) for change in _changes(look)
-    )
+    return tuple(_counterfactual(change, base[1], limits) for change in _changes(look))
 
 
 def single_changes(
@@ -91,10 +89,11 @@ class Change:
     estimate: Estimate
 
 
-def _counterfactual(what: str, change: str, base: Estimate, estimate: Estimate, limits: MemoryLimits) -> Counterfactual:
-    short = limits.short(estimate)
-    ratio = estimate.step_s / base.step_s if short is None else None
-    return Counterfactual(what=what, change=change, ratio=ratio, reason=short or _why(base, estimate))
+def _counterfactual(change: Change, base: Estimate, limits: MemoryLimits) -> Counterfactual:
+    short = limits.short(change.estimate)
+    ratio = change.estimate.step_s / base.step_s if short is None else None
+    why = short or _why(base, change.estimate)
+    return Counterfactual(what=change.what, change=change.change, ratio=ratio, reason=why)
 
 
 def _why(base: Estimate, estimate: Estimate) -> str:

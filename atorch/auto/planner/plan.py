@@ -243,7 +243,9 @@ def json_data(value: Any) -> Any:
     if isinstance(value, ClusterSpec):
         return value.to_json_data()
     if isinstance(value, CandidateTable):
-        return candidate_data(value)
+        memory = {name: _rounded(value.memory(index)) for index, name in enumerate(CATEGORIES)}
+        times, peaks = _rounded(value.step_s), _rounded(value.peak_bytes)
+        return {"step_s": times, "peak_bytes": peaks, "label": value.labels(), "why": value.why(), "memory": memory}
     if is_dataclass(value):
         data = {known.name: json_data(getattr(value, known.name)) for known in fields(value) if known.repr}
         strategy = getattr(value, "strategy", None)
@@ -251,17 +253,6 @@ def json_data(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: json_data(entry) for name, entry in value.items()}
     return list(map(json_data, value)) if isinstance(value, tuple) else value
-
-
-def candidate_data(columns: CandidateTable) -> dict[str, Any]:
-    """All scored compositions by column, as plain JSON data."""
-    return {
-        "step_s": _rounded(columns.step_s),
-        "peak_bytes": _rounded(columns.peak_bytes),
-        "label": columns.labels(),
-        "why": columns.why(),
-        "memory": {name: _rounded(columns.memory(index)) for index, name in enumerate(CATEGORIES)},
-    }
 
 
 def _rounded(values: Iterable[float]) -> list[float]:

@@ -27,8 +27,6 @@ from atorch.auto.planner.dry_runs.trial import Feed, aside
 from atorch.auto.planner.estimate import usable_bytes
 from atorch.auto.planner.plan import Baseline, Measurement, Plan, Scored, json_data
 from atorch.auto.planner.ranking import Ranking, RankingSummary, Wanted, best_level, gain_of_half, methods_of
-from atorch.auto.planner.request import names_in
-from atorch.auto.planner.space import MESH
 from atorch.auto.reference_step import ReferenceStep, plain_pass
 from atorch.auto.strategy import EXACTNESS, METHODS, Exactness, Strategy
 from atorch.cluster.spec import ClusterSpec
@@ -209,25 +207,28 @@ def _need_one_that_fits(ranking: Ranking, ctx: Context, profile: ModelProfile, w
     rejected = [json_data(entry) for entry in ranking.rejected]
     misses = [entry for entry in ranking.rejected if entry.estimate is not None]
     if not misses:
-        obstacle = obstacles(profile, ctx.cluster, wanted)
-        raise NoFeasiblePlanError(f"no composition is left to try: {obstacle}", rejected)
+        space = wanted.space(profile, ctx.cluster, wanted.levels[-1])
+        next(space.leaves(space.root(plain_cost(profile, profile.batch_size * ctx.world.size))), None)
+        why = "; ".join(reason for reason, _ in space.refused.most_common(2)) or "everything is excluded"
+        raise NoFeasiblePlanError(f"no composition is left to try: {why}. {_remedy(wanted)}", rejected)
     nearest = min(misses, key=lambda entry: entry.estimate.needed_bytes if entry.estimate else 0.0)
     raise NoFeasiblePlanError(
         f"none of {len(misses)} compositions fits in {format_bytes(usable_bytes(ctx.cluster))} a device. The nearest, "
-        f"{nearest.strategy}, {nearest.reason}. {_remedy(wanted)}",
+        f"{nearest.strategy}, {nearest.reason}. {_remedy(wanted, 'use a smaller batch or model, or more devices')}",
         rejected,
     )
 
 
-def _remedy(wanted: Wanted) -> str:
+def _remedy(wanted: Wanted, *more: str) -> str:
     excluded, included = list(wanted.excluded or ()), list(wanted.included or ())
-    more = [f"allow some of what is excluded ({', '.join(excluded)})"] if excluded else []
-    more += [f"leave out some of what is included ({', '.join(included)})"] if included else []
+    ways = [*more]
+    ways += [f"allow some of what is excluded ({', '.join(excluded)})"] if excluded else []
+    ways += [f"leave out some of what is included ({', '.join(included)})"] if included else []
     if wanted.fixed is not None:
-        more.append(f"search other methods than {', '.join(wanted.fixed.names()) or 'none'}, without finetune_strategy")
+        ways.append(f"search other methods than {', '.join(wanted.fixed.names()) or 'none'}, without finetune_strategy")
     if wanted.precision not in (None, EXACTNESS[-1]):
-        more.append(f"allow less exact numbers than precision={wanted.precision!r}")
-    return "; ".join(["Use a smaller batch or model, or more devices", *(f"or {way}" for way in more)])
+        ways.append(f"allow less exact numbers than precision={wanted.precision!r}")
+    return "; or ".join(ways).capitalize()
 
 
 def _plan(
@@ -305,38 +306,3 @@ def _nothing_ran(ranking: Ranking, explorer: DryRunLoop) -> NoFeasiblePlanError:
         f"{ranking.fitting[first].strategy}: {explorer.failures[first].reason}",
         [json_data(entry) for entry in (*explorer.failures.values(), *ranking.rejected)],
     )
-
-
-def obstacles(profile: ModelProfile, cluster: ClusterSpec, wanted: Wanted) -> str:
-    """Remedies if no composition is legal: each excluded or included name whose removal alone leaves some."""
-    barred, needed = names_in(wanted.excluded, "excluded"), names_in(wanted.included, "included")
-    precision, fixed = wanted.levels[-1], wanted.fixed
-    start = plain_cost(profile, profile.batch_size * cluster.world_size)
-
-    def opens(**names: Any) -> bool:
-        try:
-            space = replace(wanted, fixed=None, **names).space(profile, cluster, precision)
-        except StrategyError:
-            return False
-        return next(space.leaves(space.root(start)), None) is not None
-
-    space = wanted.space(profile, cluster, precision)
-    next(space.leaves(space.root(start)), None)
-    why = "; ".join(reason for reason, _ in space.refused.most_common(2))
-    if fixed is not None:
-        return f"{fixed} cannot be here: {why or 'its methods do not agree'}. Give another strategy"
-    extra = [name for name in needed if opens(included=[other for other in needed if other != name])]
-    ways = [f"leave {name} out of included: {_idle(name, cluster) or why or 'it has nothing to do'}" for name in extra]
-    closing = [name for name in barred if opens(excluded=[other for other in barred if other != name])]
-    ways += [f"take {name} out of excluded" for name in closing]
-    if not ways and needed:
-        ways = [f"include fewer methods than {', '.join(needed)}: {why or 'they do not agree'}"]
-    return "; or ".join(ways) or f"{why or 'everything is excluded'}. Exclude fewer methods"
-
-
-def _idle(name: str, cluster: ClusterSpec) -> str:
-    """The reason why a method has no effect on a single process; empty if it has one."""
-    kind = METHODS[name]
-    if cluster.world_size > 1 or not (kind.needs_replicas or kind.slot == MESH or kind.of().splits):
-        return ""
-    return f"{name} has nothing to share out on one process; start several with torchrun to use it"

@@ -209,22 +209,25 @@ def names_in(given: Iterable[str] | None, argument: str) -> tuple[str, ...]:
     return names
 
 
-def check_names_in(barred: Sequence[str], needed: Sequence[str]) -> None:
-    both = sorted(set(barred) & set(needed))
-    if both:
-        raise StrategyError(f"{both[0]} is both excluded and included; leave it out of one of them")
-    slots: dict[str, str] = {}
-    for name in dict.fromkeys(needed):
-        slot = METHODS[name].slot
-        if slot in slots:
-            raise StrategyError(f"{slots[slot]} and {name} are both included, but exclude each other; include one")
-        slots[slot] = name
+def check_names(
+    barred: Sequence[str], needed: Sequence[str], given: Strategy | None, *, is_whole: bool
+) -> dict[str, str]:
+    """Return the methods that every composition has, by slot: those of `given`, and the needed ones.
 
+    is_whole: compositions have the methods of `given` and no others.
 
-def check_fixed(fixed: Strategy, barred: Sequence[str], needed: Sequence[str]) -> None:
-    for name in barred:
-        if name in fixed.names():
-            raise StrategyError(f"{name} is excluded, but the strategy to be tuned has it; leave it out of one of them")
+    Raises:
+        StrategyError: names contradict each other.
+    """
+    held = {method.slot: method.name for method in given or ()}
     for name in needed:
-        if name not in fixed.names():
-            raise StrategyError(f"{name} is included, but tuning a strategy keeps its methods; add {name} to it")
+        if is_whole and name not in held.values():
+            raise StrategyError(f"{name} is included, but the given strategy keeps its methods; add {name} to it")
+        other = held.setdefault(METHODS[name].slot, name)
+        if other != name:
+            raise StrategyError(f"{other} and {name} are both given, but exclude each other; give one of them")
+    for name in barred:
+        if name in held.values():
+            what = "included" if name in needed else "given"
+            raise StrategyError(f"{name} is both excluded and {what}; leave it out of one of them")
+    return held

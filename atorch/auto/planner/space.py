@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from atorch.auto.opt_lib.shared.defaults import SLOT as DATA_PARALLEL
 from atorch.auto.opt_lib.shared.defaults import disagreement, incomplete
-from atorch.auto.planner.request import check_fixed, check_names_in, less_exact, names_in, others
+from atorch.auto.planner.request import check_names, less_exact, names_in, others
 from atorch.auto.strategy import EXACTNESS, METHODS, Exactness, Method, Strategy
 from atorch.cluster.spec import ClusterSpec
 from atorch.cost import Cost, ModelProfile
@@ -155,10 +155,12 @@ class Space:
         """The child with a choice, or None if the choice has no effect or is not legal."""
         kind, cost = level.kind, node.cost
         if self.is_checked:
+            over: Collection[str] = choice.splits
             if kind.slot == DATA_PARALLEL:
-                if kind.needs_replicas and node.large.isdisjoint(REPLICA_AXES):
-                    return None
-            elif choice.splits and node.large.isdisjoint(choice.splits):
+                over = REPLICA_AXES if kind.needs_replicas else ()
+            if over and node.large.isdisjoint(over):
+                if level.is_needed:
+                    self.refused[f"{kind.name} has no axis of several processes to share out over"] += 1
                 return None
         if self.is_checked or not choice.is_given:
             reason = choice.method.unfit(cost)
@@ -227,7 +229,7 @@ def compositions(
                 f"(atorch plan --include {name})"
             )
     if fixed is not None:
-        check_fixed(fixed, names_in(excluded, "excluded"), names_in(included, "included"))
+        check_names(names_in(excluded, "excluded"), names_in(included, "included"), fixed, is_whole=True)
         levels = tuple(_fixed_level(method, profile, cluster) for method in fixed)
         return Space(levels, cluster.world_size, is_checked=False)
     space = plannable(profile, cluster, excluded=excluded, included=included, precision=precision)
@@ -272,23 +274,24 @@ def plannable(
         raise StrategyError(
             "fixed and extend are both given; fixed is for exactly its methods, extend for more. Give one"
         )
-    for name in needed:
-        if fixed is not None and name not in fixed.names():
-            raise StrategyError(
-                f"{name} is included, but fixed means exactly its methods; add {name} to it, or use extend"
-            )
     strategy = fixed if extend is None else extend
+    held = check_names(barred, needed, strategy, is_whole=fixed is not None)
     given = () if strategy is None else strategy.methods
-    for method in given:
-        if method.name in barred:
-            raise StrategyError(f"{method.name} is both excluded and fixed; leave it out of one of them")
-    chosen = {*needed, *(method.name for method in given)}
-    barred = (*barred, *(name for name in less_exact(precision) if name not in chosen))
-    if fixed is not None:
-        barred = (*barred, *others(fixed))
+    barred = (*barred, *less_exact(precision), *(() if fixed is None else others(fixed)))
     if not host_memory:
-        barred = (*barred, *(name for name in METHODS if METHODS[name].keeps_on_host and name not in chosen))
-    return replace(_space(profile, cluster, barred, needed, given), target=target)
+        barred = (*barred, *(name for name in METHODS if METHODS[name].keeps_on_host))
+    unmet: list[tuple[Method, str]] = []
+    levels = [_fixed_level(method, profile, cluster) for method in given]
+    for name in METHODS:
+        kind, is_needed = METHODS[name], name in needed
+        is_other = kind in map(type, given) or held.get(kind.slot, name) != name
+        if is_other or ((name in barred or kind.planned_only) and not is_needed):
+            continue
+        level = _level(kind, profile, cluster, unmet, is_needed=is_needed)
+        if level is not None:
+            levels.append(level)
+    levels.sort(key=lambda level: (level.kind.phase, level.kind.name))
+    return Space(tuple(levels), cluster.world_size, tuple(unmet), target=target)
 
 
 def with_settings(space: Space, strategy: Strategy) -> Space:
@@ -312,41 +315,8 @@ def refusals(strategy: Strategy, cost: Cost, cluster: ClusterSpec) -> tuple[str,
     return (*reasons, *([] if unmatched is None else [unmatched]))
 
 
-def _space(
-    profile: ModelProfile,
-    cluster: ClusterSpec,
-    barred: Sequence[str],
-    needed: Sequence[str],
-    fixed_methods: Sequence[Method],
-) -> Space:
-    check_names_in(barred, needed)
-    held = {method.slot: method.name for method in fixed_methods}
-    for name in needed:
-        other = held.setdefault(METHODS[name].slot, name)
-        if other != name:
-            raise StrategyError(f"{other} is fixed and {name} included, but they exclude each other; give one of them")
-    unmet: list[tuple[Method, str]] = []
-    levels = [_fixed_level(method, profile, cluster) for method in fixed_methods]
-    for name in METHODS:
-        kind = METHODS[name]
-        if name in barred or kind in map(type, fixed_methods) or held.get(kind.slot, name) != name:
-            continue
-        if kind.planned_only and name not in needed:
-            continue
-        level = _level(kind, profile, cluster, unmet, is_needed=name in needed)
-        if level is not None:
-            levels.append(level)
-    levels.sort(key=lambda level: (level.kind.phase, level.kind.name))
-    return Space(tuple(levels), cluster.world_size, tuple(unmet))
-
-
 def _level(
-    kind: type[Method],
-    profile: ModelProfile,
-    cluster: ClusterSpec,
-    unmet: list[tuple[Method, str]],
-    *,
-    is_needed: bool,
+    kind: type[Method], profile: ModelProfile, cluster: ClusterSpec, unmet: list[tuple[Method, str]], *, is_needed: bool
 ) -> Level | None:
     """The level of a kind's choices that the machine can run; adds the others to `unmet`. None if there are none."""
     choices = list(kind.choices(profile, cluster))

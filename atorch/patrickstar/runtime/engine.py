@@ -11,7 +11,7 @@ ordinary parameters. A table that another module shares, such as a tied head, is
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -53,19 +53,9 @@ def table_of(name: str) -> str:
     return f"{name}.weight" if name else "weight"
 
 
-def look_up_on_host(module: nn.Module, dtype: torch.dtype) -> None:
-    """Make `module` look up on its table's device, and return rows in `dtype` on the indices' device."""
-    override(module, "forward", _on_host, dtype)
-
-
-def zero_lookups(duplicate: nn.Module, names: Collection[str], dtype: torch.dtype) -> None:
-    """Make these embeddings of a copy return zero rows without their table, which the device never holds."""
-    for name in names:
-        module: Any = duplicate.get_submodule(name)
-        module.forward = partial(_rows, width=module.embedding_dim, dtype=dtype)
-
-
 def _on_host(forward: Callable[[nn.Module, Tensor], Tensor], dtype: torch.dtype) -> Callable[..., Tensor]:
+    """A forward that looks up on the table's device, and returns rows in `dtype` on the indices' device."""
+
     def run(self: Any, input: Tensor) -> Tensor:
         rows = forward(self, input.to(self.weight.device))
         return rows.to(input.device, dtype)
@@ -233,7 +223,7 @@ class PatrickStarEngine(ClipsItself, Wrapper):
             )
         )
         for name in on_host:
-            look_up_on_host(self.module.get_submodule(name), DTYPE)
+            override(self.module.get_submodule(name), "forward", _on_host, DTYPE)
         chunks = self._operations.chunks
         self._schedules.schedule_passes(self._operations)
         recorder = MemoryRecorder(self._operations)
@@ -285,7 +275,9 @@ class PassTracer:
         """Trace a pass on `batch`: on fake tensors, or in a real run."""
 
         def loss(duplicate: nn.Module, batch: Any) -> Tensor:
-            zero_lookups(duplicate, self.on_host, self._dtype)
+            for name in self.on_host:  # without their tables, which the device never holds
+                module: Any = duplicate.get_submodule(name)
+                module.forward = partial(_rows, width=module.embedding_dim, dtype=self._dtype)
             return _loss(duplicate, batch)
 
         kind = self._device.type

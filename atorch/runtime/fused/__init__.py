@@ -206,7 +206,7 @@ def fuse_layer_norms(model: nn.Module, device: torch.device) -> SwapReport:
     `device` is the device on which the model will run. On other devices, and without apex, the report states why
     torch's own is kept.
     """
-    fused = _attribute("apex.normalization", "FusedLayerNorm")
+    fused = optional("apex.normalization", "FusedLayerNorm")
 
     def build(name: str, module: Any) -> nn.Module | str:
         if device.type != "cuda":
@@ -230,7 +230,7 @@ def fuse_cross_entropy(model: nn.Module, device: torch.device) -> SwapReport:
     gets wrong values. This cannot be detected, so the replacement is only done on request. A loss that is computed by
     a function, as in transformers, is not a module and stays.
     """
-    liger = _attribute("liger_kernel.transformers.cross_entropy", "LigerCrossEntropyLoss")
+    liger = optional("liger_kernel.transformers.cross_entropy", "LigerCrossEntropyLoss")
 
     def build(name: str, module: Any) -> nn.Module | str:
         if device.type != "cuda":
@@ -262,7 +262,8 @@ class FlatCrossEntropy(nn.Module):
         return loss
 
 
-def _attribute(module: str, name: str) -> Any:
+def optional(module: str, name: str) -> Any:
+    """An attribute of a package; None if it is not installed, or has no such attribute."""
     try:
         return getattr(importlib.import_module(module), name, None)
     except ImportError:

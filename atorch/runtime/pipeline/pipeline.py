@@ -24,11 +24,12 @@ from torch.autograd.graph import get_gradient_edge
 from atorch.distributed.collectives import all_or_none, is_fake_world
 from atorch.errors import ArgumentError, StrategyError
 from atorch.logs import logger
-from atorch.model.pytree import leaves_of, map_leaves, map_tensors
+from atorch.model.pytree import leaves_of, map_leaves, map_tensors, tensors_in
 from atorch.model.state import children_in_eval
 from atorch.model.user_functions import LossFunc, value_of
 from atorch.model.wrapper import Wrapper
 from atorch.runtime.data.batches import merge, num_rows, take
+from atorch.runtime.data_parallel.buckets import broadcast
 from atorch.runtime.data_parallel.gradient_sync import Reduction
 from atorch.runtime.gradients.backward import expects_none, is_captured, weakly
 from atorch.runtime.loss.reduction import Gathered, LossWeight, Rule
@@ -334,30 +335,19 @@ def from_place(data: Any, place: int, group: dist.ProcessGroup, device: torch.de
 
     In a fake world returns this process's data.
     """
-    is_source = group.rank() == place
-    tensors: list[torch.Tensor] = []
-
-    def leave_out(leaf: Any, where: str) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        tensors.append(leaf.detach().contiguous())
-        return _Place(shape_of(leaf))
-
-    box = [map_leaves(leave_out, data)]
+    result = map_tensors(lambda leaf: leaf.detach().contiguous(), data)
+    box = [map_tensors(lambda leaf: _Place(shape_of(leaf)), result)]
     if not is_fake_world():
         via = device if dist.get_backend(group) == "nccl" else None
         dist.broadcast_object_list(box, group=group, group_src=place, device=via)
-    waiting = iter(tensors)
 
-    def receive(leaf: Any, where: str) -> Any:
-        if not isinstance(leaf, _Place):
-            return leaf
-        sizes, dtype = leaf.shape
-        tensor = next(waiting) if is_source else torch.empty(sizes, dtype=dtype, device=device)
-        dist.broadcast(tensor, group=group, group_src=place)
-        return tensor
+    def empty(leaf: Any, where: str) -> Any:
+        return torch.empty(leaf.shape[0], dtype=leaf.shape[1], device=device) if isinstance(leaf, _Place) else leaf
 
-    return map_leaves(receive, box[0])
+    if group.rank() != place:
+        result = map_leaves(empty, box[0])
+    broadcast([(place, tensors_in(result))], group)
+    return result
 
 
 class _Place:

@@ -54,18 +54,15 @@ class PartialFiles(NamedTuple):
         """The file of the process whose `mp_rank` is `number`."""
         return f"{self.start}{number}{self.end}"
 
-    def write(self, obj: Any, save: str, known_as: PartialFiles | None = None) -> None:
+    def write(self, obj: Any, save: str) -> None:
         """Write this process's file.
 
-        Args:
-            save: name of the save, equal on all processes.
-            known_as: the files that messages name; None for these.
+        save: name of the save, equal on all processes.
 
         Raises:
             CheckpointError: the file cannot be written.
         """
-        known_as = known_as or self
-        write_file(obj, self.path(mp_rank()), known_as=known_as.path(mp_rank()), mark={**_arrangement(), "save": save})
+        write_file(obj, self.path(mp_rank()), mark={**_arrangement(), "save": save})
 
     def read(self, map_location: Any = None, mmap: bool | None = None) -> tuple[Any, str | None]:
         """Read this process's file, or merge all files if the arrangement of processes differs.
@@ -112,17 +109,15 @@ class PartialFiles(NamedTuple):
         return sorted(int(match[1]) for match in matches if match is not None)
 
 
-def write_file(
-    obj: Any, path: str, *, is_refused: bool = False, known_as: str = "", mark: Mapping[str, Any] | None = None
-) -> None:
+def write_file(obj: Any, path: str, *, is_refused: bool = False, mark: Mapping[str, Any] | None = None) -> None:
     """Write one file atomically. If it could not be loaded, log a warning, or with `is_refused` raise.
 
-    known_as: the path in messages; by default `path`. mark: what to record with the contents.
+    mark: what to record with the contents.
 
     Raises:
         CheckpointError: it cannot be written, or could not be loaded; an existing file stays.
     """
-    quoted = shown(known_as or path)
+    quoted = shown(os.path.basename(path))
     with replacing(path, CHECKPOINT) as file:
         try:
             torch.save(obj, file)
@@ -232,7 +227,6 @@ def load(
     """
     _check(f, pickle_module, "smp.load")
     check_bools("smp.load", partial=partial)
-    _check_place(map_location)
     if not pickle_load_args.pop("weights_only", True):
         raise ArgumentError("smp.load was given weights_only=False, and never runs code out of a file; leave it out")
     mmap = pickle_load_args.pop("mmap", None)
@@ -253,24 +247,6 @@ def load(
     if not Path(f).exists() and parts.numbers():
         raise CheckpointError(f"there is no checkpoint {shown(f)}, but {shown(parts.path(0))}; give partial=True")
     return read_weights(f, ADVICE, map_location, mmap)
-
-
-def _check_place(map_location: Any) -> None:
-    """Refuse an invalid `map_location`, or a device that is not available."""
-    if not (isinstance(map_location, (str, torch.device, dict)) or map_location is None or callable(map_location)):
-        raise ArgumentError(
-            f"map_location is {shown(map_location)}; it is a function of a storage and its place, a device, its name, "
-            "or a dict from names to names"
-        )
-    if isinstance(map_location, str):
-        try:
-            map_location = torch.device(map_location)
-        except RuntimeError:
-            raise ArgumentError(
-                f"map_location is {shown(map_location)}, which is no device; give one such as 'cpu'"
-            ) from None
-    if isinstance(map_location, torch.device) and map_location.type == "cuda" and not torch.cuda.is_available():
-        raise ArgumentError(f"map_location is '{map_location}', but torch finds no CUDA device here; give 'cpu'")
 
 
 def _check(f: Any, pickle_module: Any, call: str) -> None:

@@ -229,26 +229,22 @@ def _fields(value: Any) -> dict[Any, Any] | None:
 
 
 def _write_parts(staged: Staged, tag: str, model: Any, optimizer: Any, user_content: Any) -> None:
-    folder, target = staged.part / staged.name, _part_folder(staged.folder, tag)
+    folder = staged.part / staged.name
     folder.mkdir(exist_ok=True)
     if local_rank() == 0:
-        path = str(folder / "user_content.pt")
-        write_file(user_content, path, is_refused=True, known_as=str(target / "user_content.pt"))
+        write_file(user_content, str(folder / "user_content.pt"), is_refused=True)
     for name, owner in (("model", model), ("optimizer", optimizer)):
         if owner is not None:
             state = owner.local_state_dict()  # a collective if replicas shard states
             if rdp_rank() == 0:
-                known_as = PartialFiles(f"{target}/{name}_", ".pt")
-                PartialFiles(f"{folder}/{name}_", ".pt").write(state, staged.save, known_as)
+                PartialFiles(f"{folder}/{name}_", ".pt").write(state, staged.save)
 
 
 def _write_whole(staged: Staged, tag: str, model: Any, optimizer: Any, user_content: Any) -> None:
-    content = f"user_content_{tag}"
-    if rank() == 0:
-        write_file(user_content, str(staged.part / content), is_refused=True, known_as=str(staged.folder / content))
     state = model.state_dict()
     if rank() == 0:
-        write_file(state, str(staged.part / tag), known_as=str(staged.folder / tag))
+        write_file(user_content, str(staged.part / f"user_content_{tag}"), is_refused=True)
+        write_file(state, str(staged.part / tag))
 
 
 def _note(folder: Path, tag: str, partial: bool, num_kept: int | None) -> list[str]:

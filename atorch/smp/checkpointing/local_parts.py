@@ -24,6 +24,7 @@ class LocalParts(Wrapper):
     """Base of the distributed model: its local parts, or the whole model before it is partitioned."""
 
     is_transparent = False
+    _runner: tuple[Any, ...]
     _others: tuple[nn.Module, ...]
     _waiting: list[Callable[[], None]]
     split: TensorSplit
@@ -32,7 +33,7 @@ class LocalParts(Wrapper):
     @property
     def partitioned(self) -> bool:
         """True once the first step has partitioned the model."""
-        raise NotImplementedError
+        return bool(self._runner)
 
     def placed(self) -> Self:
         """This model, with the places of its local parts in the whole one, as an accelerated model has them."""
@@ -52,11 +53,9 @@ class LocalParts(Wrapper):
         return self.placed(), None if optimizer is None else optimizer.local()
 
     def own_state(self) -> dict[str, Any]:
-        """The state of the local parts."""
         return {name: value for part in (self.module, *self._others) for name, value in part.state_dict().items()}
 
     def train(self, mode: bool = True) -> Any:
-        """Put all local parts into training or evaluation mode."""
         for part in (self.module, *self._others):
             part.train(mode)
         return self

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-import logging
 from collections.abc import Callable, Mapping
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -13,6 +10,7 @@ from torch import Tensor, nn
 
 from atorch.errors import ArgumentError, shown
 from atorch.logs import say_once
+from atorch.runtime.fused import optional
 
 WITHOUT_EFFECT: Mapping[str, str] = {
     "fused_softmax": "torch's attention is one kernel",
@@ -103,6 +101,7 @@ def drawn_normal(module: nn.Module, initializer_range: float) -> None:
             layer.bias.zero_()
 
 
+_APEX = "apex.normalization.fused_layer_norm"
 NormShape = int | list[int] | torch.Size
 
 
@@ -119,32 +118,22 @@ class FusedLayerNorm(nn.LayerNorm):
 
     def __init__(self, normalized_shape: NormShape, eps: float = 1e-5, elementwise_affine: bool = True) -> None:
         super().__init__(normalized_shape, eps, elementwise_affine)
-        self._has_apex = _apex() is not None  # once: a search for a missing package scans the whole path
-        if not self._has_apex and torch.cuda.is_available():
+        self._kernel = "fused_layer_norm_affine" if elementwise_affine else "fused_layer_norm"
+        self._has_apex = optional(_APEX, self._kernel) is not None  # a search for a missing package is slow
+        if not self._has_apex:
             say_once(
                 "smp.nn.FusedLayerNorm is torch's layer_norm, which computes the same: apex is not installed (build "
-                "NVIDIA's from its repository)",
-                logging.WARNING,
+                "NVIDIA's from its repository)"
             )
-        elif not torch.cuda.is_available():
-            say_once("smp.nn.FusedLayerNorm is torch's layer_norm, which computes the same: there is no CUDA device")
 
     def forward(self, input: Tensor) -> Tensor:
         """`input` of `(…, *normalized_shape)`, normalized."""
-        apex = _apex() if self._has_apex and _is_cuda(input) else None
-        if apex is None:
+        if not self._has_apex or not _is_cuda(input):
             return super().forward(input)
         affine = (self.weight, self.bias) if self.elementwise_affine else ()
-        kernel: Callable[..., Tensor] = apex.fused_layer_norm_affine if affine else apex.fused_layer_norm
+        kernel: Callable[..., Tensor] = optional(_APEX, self._kernel)
         return kernel(input, *affine, self.normalized_shape, self.eps)
 
 
 def _is_cuda(input: Tensor) -> bool:
     return input.is_cuda
-
-
-def _apex() -> ModuleType | None:
-    try:
-        return importlib.import_module("apex.normalization.fused_layer_norm")
-    except ImportError:
-        return None

@@ -177,7 +177,8 @@ class DistributedTransformerLayer(DistributedModule):
         pre_layernorm: bool = False, post_layernorm: bool = True, use_alibi: bool = False, alibi_bias_max: int = 8,
     ) -> None:  # fmt: skip
         super().__init__()
-        refuse_alibi("DistributedTransformerLayer", use_alibi, alibi_bias_max)
+        alibi = {"use_alibi": use_alibi, "alibi_bias_max": alibi_bias_max}
+        refuse("DistributedTransformerLayer", alibi, {"use_alibi": False, "alibi_bias_max": 8})
         self.add_cross_attention = add_cross_attention
         shared: dict[str, Any] = {
             "hidden_size": hidden_size, "hidden_dropout_prob": hidden_dropout_prob,
@@ -229,11 +230,6 @@ class DistributedTransformer(DistributedModule):
     def forward(self, inputs: States) -> States:
         states: States = self.seq_layers(inputs)
         return states
-
-
-def refuse_alibi(cls: str, use_alibi: bool, alibi_bias_max: int) -> None:
-    """Raise an ArgumentError if linear attention biases (ALiBi) are requested."""
-    refuse(cls, {"use_alibi": use_alibi, "alibi_bias_max": alibi_bias_max}, {"use_alibi": False, "alibi_bias_max": 8})
 
 
 MASKED = -1e4

@@ -182,19 +182,11 @@ def _pairs(tensors: Any, gradients: Any) -> list[tuple[Tensor, Tensor | None]]:
     if len(grads) != len(listed):
         raise ArgumentError(f"model.backward was given {len(listed)} tensors and {len(grads)} gradients; give one each")
     for tensor, gradient in zip(listed, grads, strict=True):
-        if not isinstance(tensor, Tensor) or not (tensor.requires_grad or not torch.is_grad_enabled()):
-            what = "a tensor without a gradient" if isinstance(tensor, Tensor) else shown(tensor)
+        is_loss = isinstance(tensor, Tensor) and (tensor.requires_grad or not torch.is_grad_enabled())
+        if not is_loss or (tensor.numel() != 1 if gradient is None else gradient.shape != tensor.shape):
             raise ArgumentError(
-                f"model.backward was given {what}; give the loss that was computed of the model's output"
-            )
-        if gradient is None and tensor.numel() != 1:
-            raise ArgumentError(
-                f"model.backward was given a tensor of shape {tuple(tensor.shape)} without a gradient for it; give a "
-                "scalar, or grad_tensors of the same shapes"
-            )
-        if gradient is not None and gradient.shape != tensor.shape:
-            raise ArgumentError(
-                f"grad_tensors has shape {tuple(gradient.shape)} for a tensor of {tuple(tensor.shape)}; give the same"
+                f"model.backward was given {shown(tensor)}; give a scalar that was computed of the model's output, or "
+                "such tensors, and grad_tensors of their shapes"
             )
     return list(zip(listed, grads, strict=True))
 

@@ -8,14 +8,15 @@ losses are computed in fp32.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from atorch.errors import ArgumentError, check_bools, near_miss, shown
+from atorch.errors import ArgumentError, check_bools, shown
+from atorch.files.config_dict import Section
 from atorch.model.pytree import map_tensors
 from atorch.runtime.precision.amp import LossScale
 from atorch.runtime.precision.master_weights import cast_arguments, to_half
@@ -48,54 +49,24 @@ def _widened(leaf: Tensor) -> Tensor:
     return leaf.float() if leaf.dtype in (torch.float16, torch.bfloat16) else leaf
 
 
-@dataclass(frozen=True)
-class DynamicScale:
+class DynamicScale(Section):
     """The settings of a dynamic loss scale, by their documented names."""
 
-    init_scale: float = 2.0**32
-    """The initial scale."""
-    scale_factor: float = 2.0
-    """The factor by which it grows or shrinks."""
-    scale_window: int = 1000
-    """Consecutive good steps after which it grows."""
-    min_scale: float = 1.0
-    """Its lower bound."""
-    delayed_shift: int = 1
-    """Skipped steps after which it shrinks."""
-    consecutive_hysteresis: bool = False
-    """True if a good step resets the count of skipped steps; else growth of the scale resets it."""
-
-    @classmethod
-    def of(cls, settings: Mapping[str, Any]) -> DynamicScale:
-        """The settings from keyword arguments.
-
-        Raises:
-            ArgumentError: a setting is unknown or invalid.
-        """
-        names = [field.name for field in fields(cls)]
-        for name, value in settings.items():
-            if name not in names:
-                raise ArgumentError(
-                    f"smp.DistributedOptimizer was given {name}, and a dynamic loss scale has no such setting; "
-                    f"{near_miss(name, names)}"
-                )
-            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            holds, what = is_number and value > 0, "a number above 0"
-            if name == "consecutive_hysteresis":
-                holds, what = isinstance(value, bool), "True or False"
-            elif name in ("scale_window", "delayed_shift"):
-                holds, what = is_number and value >= 1 and value == int(value), "a number of steps, 1 or more"
-            elif name == "scale_factor":
-                holds, what = is_number and value > 1, "a number above 1"
-            if not holds:
-                raise ArgumentError(f"smp.DistributedOptimizer was given {shown(value)} as {name}; it is {what}")
-        return cls(**settings)
+    init_scale: float = Field(2.0**32, gt=0, description="the initial scale")
+    scale_factor: float = Field(2.0, gt=1, description="the factor by which it grows or shrinks")
+    scale_window: int = Field(1000, ge=1, description="consecutive good steps after which it grows")
+    min_scale: float = Field(1.0, gt=0, description="its lower bound")
+    delayed_shift: int = Field(1, ge=1, description="skipped steps after which it shrinks")
+    consecutive_hysteresis: bool = Field(
+        False,
+        strict=True,
+        description="True if a good step resets the count of skipped steps; else growth of the scale resets it",
+    )
 
     def scale(self) -> LossScale:
         return LossScale(
-            float(self.init_scale), growth=float(self.scale_factor), backoff=1.0 / self.scale_factor,
-            interval=int(self.scale_window), hysteresis=int(self.delayed_shift), smallest=float(self.min_scale),
-            consecutive=self.consecutive_hysteresis,
+            self.init_scale, growth=self.scale_factor, backoff=1.0 / self.scale_factor, interval=self.scale_window,
+            hysteresis=self.delayed_shift, smallest=self.min_scale, consecutive=self.consecutive_hysteresis,
         )  # fmt: skip
 
 
@@ -116,7 +87,7 @@ def loss_scale_of(
         raise ArgumentError(
             f"smp.DistributedOptimizer was given {shown(nested)} as dynamic_loss_args; give a dict of settings"
         )
-    dynamic = DynamicScale.of({**(nested or {}), **named})
+    dynamic = DynamicScale.checked({**(nested or {}), **named}, "smp.DistributedOptimizer")
     if is_dynamic:
         return dynamic.scale()
     constant = 1.0 if static is None else static

@@ -31,24 +31,10 @@ from atorch.smp.model import DistributedModel
 from atorch.smp.session import Session, tracing
 from atorch.smp.steps.averaging import Averaging, ShardedPasses
 from atorch.smp.steps.micro_batch_run import Body, Owners
-from atorch.smp.steps.slicing import Start, StepArguments, StepResults, beginnings, has_begun_none
+from atorch.smp.steps.slicing import Start, StepArguments, beginnings, has_begun_none
 
 LOOKS = 3
 """Number of first steps whose batches are compared over the processes of a pipeline."""
-
-
-class Faults:
-    """The first exception of a step on this process."""
-
-    def __init__(self) -> None:
-        self.first: Exception | None = None
-
-    def note(self, error: Exception) -> None:
-        self.first = self.first or error
-
-    def raise_first(self) -> None:
-        if self.first is not None:
-            raise self.first
 
 
 @dataclass(eq=False, repr=False)
@@ -60,6 +46,7 @@ class Runner:
         engine: the pipeline engine; None for a whole model.
         averaging: None for one replica, or if the parts average by themselves.
         passes: the passes of a model whose parameters are sharded over replicas.
+        faults: the exceptions of the running step on this process.
         blank: the whole model without values.
         seed: equal on all processes.
     """
@@ -72,7 +59,7 @@ class Runner:
     ties: Ties | None
     averaging: Averaging | None
     passes: ShardedPasses | None
-    faults: Faults
+    faults: list[Exception]
     blank: nn.Module
     seed: int
 
@@ -80,8 +67,6 @@ class Runner:
         self.num_steps = 0
         self.ended_by: str | None = None
         """The reason why no more steps can run, if so."""
-        engine = self.engine
-        self._results = None if engine is None else StepResults(engine.last_place, engine.group, engine.device)
         self._trains: dict[Hashable, bool] = {}  # by kind: steps of one kind call the model alike
         self._num_passes = 0  # backward passes since gradients were averaged
         self.reduces = False  # True if this step averages gradients at its end
@@ -98,27 +83,27 @@ class Runner:
             ArgumentError, StrategyError: any process raised; that process raises its original exception.
         """
         self.num_steps += 1
-        self.faults.first = None
+        self.faults.clear()
         work = _Work(self, function, start, detach)
         train = torch.is_grad_enabled()
         try:
             train = self._goes_back(work, start.is_alike)
         except Exception as error:  # the other replicas still average gradients
-            self.faults.note(error)
+            self.faults.append(error)
         self._begin(train)
         try:
-            if self.faults.first is None:
+            if not self.faults:
                 with self._apart(train):
                     work.run_all(train)
         except Exception as error:  # as above
-            self.faults.note(error)
+            self.faults.append(error)
         self._average(train)
         if work.went_back:
             self._num_passes = (self._num_passes + 1) % self.model.options.backward_passes_per_step
         if work.went_back and self.owner.optimizer is not None:
             self.owner.optimizer.mark_synced()
-        is_new = self._ends_together(self._results is not None and self._results.is_new(work.kind, work.returned))
-        return work.returned if self._results is None else self._results.give(work.kind, work.returned, is_new=is_new)
+        self._end_together()
+        return work.returned if self.engine is None else self._from_last(work.returned)
 
     def join_remaining(self) -> None:
         """Take part without batches in the steps of replicas that have some left; then copy their parameters."""
@@ -128,9 +113,9 @@ class Runner:
                 parameter.grad = None
             if has_begun_none(self.owner):
                 break
-            self.faults.first = None
+            self.faults.clear()
             self._average(False)
-            self._ends_together(False)
+            self._end_together()
         data = self.owner.mesh.group("data", "zero")
         if data.size() > 1:
             (most,) = all_reduce_max([self.num_steps], data)
@@ -160,8 +145,7 @@ class Runner:
         if work.kind not in self._trains:
             with self.engine.working_on(work):
                 pass
-            goes_back = from_place(work.looked, self.engine.last_place, group, self.engine.device)
-            self._trains[work.kind] = bool(goes_back) and torch.is_grad_enabled()
+            self._trains[work.kind] = self._from_last(work.looked) and torch.is_grad_enabled()
         return self._trains[work.kind]
 
     def _compare(self, pieces: Sequence[StepArguments], group: dist.ProcessGroup) -> None:
@@ -210,12 +194,22 @@ class Runner:
             if gradient is not None:
                 parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
-    def _ends_together(self, is_new: bool) -> bool:
-        """Exchange at the end of a step: raises if any process failed; True if any has a result of a new form."""
-        failed, some_new = all_reduce_max([self.faults.first is not None, is_new])
-        if failed:
-            all_or_none(self.faults.raise_first)
-        return bool(some_new)
+    def _end_together(self) -> None:
+        """Raise on all processes if one has failed in the step."""
+
+        def raise_first() -> None:
+            for fault in self.faults:
+                raise fault
+
+        if all_reduce_max([bool(self.faults)])[0]:
+            all_or_none(raise_first)
+
+    def _from_last(self, data: Any) -> Any:
+        """The data of the pipeline's last stage."""
+        engine = self.engine
+        assert engine is not None, "a pipeline"
+        received = from_place(data, engine.last_place, engine.group, engine.device)
+        return data if engine.group.rank() == engine.last_place else received
 
 
 class _Work:
@@ -249,12 +243,12 @@ class _Work:
     def run(self, number: int, part: nn.Module) -> Any:
         """Run the function on a micro-batch; returns the next stage's input, or the loss on the last stage."""
         stage, faults = stage_of(part), self._runner.faults
-        if faults.first is None:
+        if not faults:
             try:
                 body = self._body(number, part)
                 return self._concluded(body) if stage.is_last else body.wires
             except Exception as error:  # the other stages wait for this stage's output
-                faults.note(error)
+                faults.append(error)
         return self._nothing(part)
 
     def run_all(self, train: bool) -> None:
@@ -273,7 +267,7 @@ class _Work:
         reduction = passes or self._runner.averaging
         with nullcontext() if passes is None else passes.step():
             for is_backward, _, number in turns(self._runner.placed, self.count)[0]:
-                if faults.first is not None:
+                if faults:
                     return
                 if not is_backward:
                     losses[number] = self._concluded(self._body(number, part))

@@ -1,8 +1,6 @@
-"""A step's arguments and results: cut into micro-batches, collected from them, and exchanged between processes.
+"""A step's arguments and results: cut into micro-batches, collected from them, and agreed on between processes.
 
-All processes begin a step with one exchange. A result usually has the same form in every step: tensors of equal shapes
-at equal places. Then only its tensors are broadcast, packed in buckets. A result of a new form is broadcast as an
-object first.
+All processes begin a step with one exchange.
 """
 
 from __future__ import annotations
@@ -16,13 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from atorch.distributed.collectives import all_reduce_max, call_on_all_ranks, from_rank_zero, gather_objects
+from atorch.distributed.collectives import all_reduce_max, call_on_all_ranks, gather_objects
 from atorch.distributed.fingerprints import Fact, both_ways
 from atorch.errors import ArgumentError, near_miss
 from atorch.model.pytree import leaves_of, map_leaves, map_tensors, tensors_in
-from atorch.runtime.data_parallel.buckets import broadcast
 from atorch.runtime.pipeline.pipeline import from_place
-from atorch.runtime.pipeline.stand_ins import shape_of, sizes_of
+from atorch.runtime.pipeline.stand_ins import sizes_of
 from atorch.smp.session import Session
 
 StepArguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -109,13 +106,13 @@ class Slicing:
 
     def __init__(self, function: Callable[..., Any], non_split: Collection[str], axes: Mapping[str, int]) -> None:
         self._signature = inspect.signature(function)
-        self._non_split, self._axes, self._function = frozenset(non_split), dict(axes), function
+        self._non_split, self._axes = frozenset(non_split), dict(axes)
         takes_any = any(slot.kind is slot.VAR_KEYWORD for slot in self._signature.parameters.values())
         for what, names in (("non_split_inputs", self._non_split), ("input_split_axes", self._axes)):
             unknown = next((name for name in names if name not in self._signature.parameters), None)
             if unknown is not None and not takes_any:
                 hint = near_miss(unknown, self._signature.parameters)
-                raise ArgumentError(f"{what} names {unknown!r}, and {_named(function)} has no such argument; {hint}")
+                raise ArgumentError(f"{what} names {unknown!r}, and the function has no such argument; {hint}")
 
     def cut(self, arguments: StepArguments, count: int) -> list[StepArguments]:
         """The arguments of each of `count` micro-batches.
@@ -131,7 +128,7 @@ class Slicing:
         Raises:
             ArgumentError: tensors differ in shape.
         """
-        return arguments if group.size() == 1 else self._mapped(arguments, partial(_gather, group))
+        return self._mapped(arguments, partial(_gather, group))
 
     def _mapped(self, arguments: StepArguments, change: Callable[[Any, int, str], Any]) -> StepArguments:
         args, kwargs = arguments
@@ -196,57 +193,10 @@ def _length(leaf: Tensor, axis: int, place: str) -> int:
     return leaf.shape[axis]
 
 
-def _named(function: Callable[..., Any]) -> str:
-    return getattr(function, "__qualname__", repr(function))
-
-
 def beginnings(pieces: Sequence[StepArguments]) -> list[Any]:
     """The place and the first few elements of every tensor."""
     leaves = leaves_of(list(pieces))
     return [(place, leaf.detach().reshape(-1)[:FEW].tolist()) for place, leaf in leaves if isinstance(leaf, Tensor)]
-
-
-EXACT = (bool, int, float, str, type(None))
-"""Types whose repr determines the value."""
-
-
-class StepResults:
-    """Broadcasts results from process `place` of a pipeline to all of its processes.
-
-    Args:
-        place: the source's rank in the group.
-    """
-
-    def __init__(self, place: int, group: dist.ProcessGroup, device: torch.device) -> None:
-        self._place, self._group, self._device = place, group, device
-        self._is_source = group.rank() == place
-        self._known: dict[Hashable, tuple[str | None, Any]] = {}  # the form, and meta tensors in it
-
-    def is_new(self, kind: Hashable, data: Any) -> bool:
-        """True if `data` has another form than before in such steps; on other processes, if no form is known yet."""
-        form, _ = self._known.get(kind, (None, None))
-        return form is None or (self._is_source and form != _form_of(data))
-
-    def give(self, kind: Hashable, data: Any, *, is_new: bool) -> Any:
-        """Return the data on every process. `is_new` must be equal on all."""
-        if is_new:
-            result = from_place(data, self._place, self._group, self._device)
-            self._known[kind] = _form_of(result), map_tensors(lambda leaf: leaf.to("meta"), result)
-        else:
-            _, example = self._known[kind]
-            result = data if self._is_source else map_tensors(self._empty, example)
-            broadcast([(self._place, tensors_in(result))], self._group)
-        return data if self._is_source else result
-
-    def _empty(self, leaf: Tensor) -> Tensor:
-        return leaf.new_empty(leaf.shape, device=self._device)
-
-
-def _form_of(data: Any) -> str | None:
-    """The structure of nested data, with shapes in place of tensors; None if its words do not determine it."""
-    if not all(type(leaf) in EXACT or isinstance(leaf, Tensor) for _, leaf in leaves_of(data)):
-        return None
-    return repr(map_tensors(shape_of, data))
 
 
 class Start(NamedTuple):
@@ -293,16 +243,8 @@ def with_the_firsts_batch(owner: Session, start: Start) -> Start:
     unfit, high, low = all_reduce_max([int(is_first != has_some), *both_ways([len(piece) for piece in local])], group)
     if unfit or high != -low:
         return start
-    received = from_rank_zero([[tensor.cpu() for tensor in piece] for piece in local], group)
-    pieces = [_filled(piece, values, owner.device) for piece, values in zip(start.pieces, received, strict=True)]
-    return start._replace(pieces=pieces, is_alike=True)
-
-
-def _filled(arguments: StepArguments, values: Sequence[Tensor], device: torch.device) -> StepArguments:
-    """Arguments with their tensors replaced by `values`, in order."""
-    remaining = iter(values)
-    filled: StepArguments = map_tensors(lambda leaf: next(remaining).to(device), arguments)
-    return filled
+    received = iter(tensors_in(from_place(local, 0, group, owner.device)))
+    return start._replace(pieces=map_tensors(lambda _: next(received), start.pieces), is_alike=True)
 
 
 def has_begun_none(owner: Session) -> bool:

@@ -185,16 +185,12 @@ def _replacement(name: str, module: nn.Module, registered: Registered, used: set
         args, kwargs = _pair(registered.init_hook(*args, **kwargs), "init_hook", type(module))
     mark = mark_of(module) or TensorMark()
     accepted = _parameters_of(registered.dist_module)
-    if accepted is not None:
-        config = {key: value for key, value in mark.config.items() if key in accepted}
-        used.update(config)
-        left = sorted(key for key in kwargs if key not in accepted)
-        if left and registered.init_hook is not None:
-            logger.info("%s takes no %s of what the init_hook gives", registered.dist_module.__name__, ", ".join(left))
-        kwargs = {**{key: value for key, value in kwargs.items() if key in accepted}, **config}
-    else:
-        used.update(mark.config)
-        kwargs = {**kwargs, **mark.config}
+    config = {key: value for key, value in mark.config.items() if accepted is None or key in accepted}
+    used.update(config)
+    left = [] if accepted is None else sorted(kwargs.keys() - accepted)
+    if left and registered.init_hook is not None:
+        logger.info("%s takes no %s of what the init_hook gives", registered.dist_module.__name__, ", ".join(left))
+    kwargs = {**{key: value for key, value in kwargs.items() if key not in left}, **config}
     distributed = registered.dist_module(*args, **kwargs)
     _take_values(name, distributed, module, registered)
     if registered.forward_hook is not None or registered.return_hook is not None:

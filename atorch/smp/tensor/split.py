@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -15,7 +15,8 @@ from atorch.distributed.mesh import Mesh
 from atorch.distributed.rng import share_random_state
 from atorch.errors import ArgumentError
 from atorch.logs import logger
-from atorch.model.structure import parameter_names
+from atorch.model.meta_device import first_names
+from atorch.model.structure import named_tensors
 from atorch.runtime.tensor_parallel import ModelLayout, Rows, tensor_parallel
 from atorch.runtime.tensor_parallel.model_layout import full_name, rows_of
 from atorch.runtime.tensor_parallel.state import whole_tensor
@@ -24,8 +25,6 @@ from atorch.smp.model_creation import delayed_values, fill
 from atorch.smp.tensor import marked_parameters
 
 UNKNOWN = "nothing splits it, and by themselves only linear layers and tables are split"
-MANY = 4
-"""Maximum number of names that a message lists."""
 
 
 class ShardedRows(NamedTuple):
@@ -80,10 +79,10 @@ def split_marked(model: nn.Module, run: Callable[[], Any], mesh: Mesh) -> Tensor
     and initializes delayed parameters.
 
     Args:
-        run: calls the model once on a few rows, which are the same on all tensor ranks.
+        run: returns the model's output for a few rows, which are the same on all tensor ranks.
 
     Raises:
-        ArgumentError: `run` does not call the model, or processes differ in their models, marks or rows.
+        ArgumentError: processes differ in their models, marks or rows.
     """
     degree = mesh.size("tensor")
     if degree == 1:
@@ -100,44 +99,34 @@ def split_marked(model: nn.Module, run: Callable[[], Any], mesh: Mesh) -> Tensor
             "modules of smp.nn", degree, type(model).__name__,
         )  # fmt: skip
         return TensorSplit(degree, mesh.rank("tensor"), mesh.group("tensor"))
-    matrices = _Matrix.all_of(model)
+    shapes = [(names, tuple(tensor.shape)) for tensor, names in named_tensors(model)]  # before the split
     options: dict[str, Any] = {"among": marked, "as_dtensors": False, "loss_parallel": False}
     with without_checkpointing(model):  # the traced forward must not contain recomputed parts
-        layout = all_or_none(
-            lambda: tensor_parallel(model, _returning_output(run), mesh.device_mesh("tensor"), **options)
-        )
+        layout = all_or_none(lambda: tensor_parallel(model, lambda _: run(), mesh.device_mesh("tensor"), **options))
     require_equal(
         sorted((name, rows.dim, rows.by_rank) for name, rows in layout.rows.items()), "the layout", ArgumentError
     )
     split = TensorSplit(
-        degree, mesh.rank("tensor"), mesh.group("tensor"), _cuts(layout, matrices), _kept(layout, matrices, marked)
+        degree, mesh.rank("tensor"), mesh.group("tensor"), _cuts(layout, shapes), _kept(layout, shapes, marked)
     )
     _warn_kept(model, split)
     return split
 
 
-class _Matrix(NamedTuple):
-    """All names of a parameter, and its shape."""
-
-    names: tuple[str, ...]
-    shape: tuple[int, ...]
-
-    @classmethod
-    def all_of(cls, model: nn.Module) -> list[_Matrix]:
-        names = parameter_names(model)
-        return [cls(tuple(aliases), tuple(parameter.shape)) for parameter, aliases in names.items()]
+Shapes = Sequence[tuple[Sequence[str], tuple[int, ...]]]
+"""All names of each tensor of a model, and its shape."""
 
 
-def _cuts(layout: ModelLayout, matrices: Iterable[_Matrix]) -> dict[str, ShardedRows]:
+def _cuts(layout: ModelLayout, shapes: Shapes) -> dict[str, ShardedRows]:
     cuts: dict[str, ShardedRows] = {}
-    for matrix in matrices:
-        rows = rows_of(matrix.names, layout.rows)
+    for names, shape in shapes:
+        rows = rows_of(names, layout.rows)
         if rows is not None:
-            cuts.update(dict.fromkeys(matrix.names, ShardedRows(rows, matrix.shape)))
+            cuts.update(dict.fromkeys(names, ShardedRows(rows, shape)))
     return cuts
 
 
-def _kept(layout: ModelLayout, matrices: Iterable[_Matrix], marked: Set[str]) -> dict[str, str]:
+def _kept(layout: ModelLayout, shapes: Shapes, marked: Set[str]) -> dict[str, str]:
     """The reasons why marked matrices stay whole, by name."""
     reasons: dict[str, str] = {}
     for path, block in layout.blocks.items():
@@ -145,27 +134,10 @@ def _kept(layout: ModelLayout, matrices: Iterable[_Matrix], marked: Set[str]) ->
         reasons.update({full_name(path, name): "several ranks need the same of its rows" for name in shared})
     reasons.update({item.name: item.reason for item in layout.kept})
     kept: dict[str, str] = {}
-    for matrix in matrices:
-        if len(matrix.shape) > 1 and marked & set(matrix.names) and rows_of(matrix.names, layout.rows) is None:
-            why = [reasons[name] for name in matrix.names if name in reasons]
-            kept[matrix.names[0]] = next(iter(why), UNKNOWN)
+    for names, shape in shapes:
+        if len(shape) > 1 and marked & set(names) and rows_of(names, layout.rows) is None:
+            kept[names[0]] = next((reasons[name] for name in names if name in reasons), UNKNOWN)
     return kept
-
-
-def _returning_output(run: Callable[[], Any]) -> Callable[[nn.Module], Any]:
-    """`run` as a function of the model that returns the model's first output."""
-
-    def watched(model: nn.Module) -> Any:
-        outputs: list[Any] = []
-        with model.register_forward_hook(lambda module, args, output: outputs.append(output)):
-            run()
-        if not outputs:
-            raise ArgumentError(
-                f"the step did not call the model, a {type(model).__name__}; call it in the step's body"
-            )
-        return outputs[0]
-
-    return watched
 
 
 def _warn_kept(model: nn.Module, split: TensorSplit) -> None:
@@ -174,8 +146,7 @@ def _warn_kept(model: nn.Module, split: TensorSplit) -> None:
     for name, reason in split.kept.items():
         reasons.setdefault(reason, []).append(name)
     for reason, names in reasons.items():
-        more = f" and {len(names) - MANY} more" if len(names) > MANY else ""
         logger.warning(
-            "tensor parallelism leaves %s%s of %s whole on every rank: %s",
-            ", ".join(names[:MANY]), more, type(model).__name__, reason,
+            "tensor parallelism leaves %s of %s whole on every rank: %s",
+            first_names(names), type(model).__name__, reason,
         )  # fmt: skip

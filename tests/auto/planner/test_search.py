@@ -113,9 +113,9 @@ def test_less_exact_numbers_come_in_where_nothing_else_fits():
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
-        ({"included": ["fsdp"]}, r"leave fsdp out of included: fsdp has nothing to share out on one process"),
-        ({"included": ["zero1", "checkpoint"]}, r"leave zero1 out of included"),
-        ({"included": ["tensor_parallel"]}, r"leave tensor_parallel out of included"),
+        ({"included": ["fsdp"]}, "fsdp has no axis of several processes .* [Ll]eave out some of what is included"),
+        ({"included": ["zero1", "checkpoint"]}, "zero1 has no axis of several processes"),
+        ({"included": ["tensor_parallel"]}, "tensor_parallel has no axis of several processes"),
     ],
 )
 def test_where_nothing_is_left_the_message_names_what_to_change(arguments, match):

@@ -254,7 +254,6 @@ def refused(rank: int, size: int, what: str) -> list[str]:
     if what == "other marks" and rank:
         smp.set_tensor_parallelism(model, False)
     runs: dict[str, Callable[[], Any]] = {
-        "no call": lambda: None,
         "other rows": lambda: model(batch(rank)),
         "raises": lambda: model(batch(0)) if rank else model(torch.zeros(1)),
     }
@@ -268,7 +267,6 @@ def refused(rank: int, size: int, what: str) -> list[str]:
 
 
 REFUSED = {
-    "no call": "the step did not call the model, a Tied; call it in the step's body",
     "other rows": "the ranks of the tensor axis compute other outputs",
     "raises": "rank 0 failed: ",
     "other marks": "what is marked for tensor parallelism differs between processes: ",

@@ -48,6 +48,7 @@ from atorch.model.copy import copy_structure
 from atorch.model.copy_isolation import Originals
 from atorch.model.pytree import batch_size, map_tensors, tensors_in
 from atorch.model.structure import num_repeats, repeated_blocks, shorten
+from atorch.model.user_functions import value_of
 from atorch.profiler.memory_tracker import (
     BUFFERS,
     ELSEWHERE,
@@ -70,14 +71,20 @@ STEPS = 3  # the first creates optimizer states, in the second DistributedDataPa
 _BLOCK_ERRORS = (AttributeError, AssertionError, LookupError, RuntimeError, TypeError, ValueError)  # with fewer blocks
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Simulated:
     """Bytes that one rank holds and sends in a training step."""
 
-    moments: tuple[MemorySample, ...]
-    collectives: Sent
-    """(kind, axes of the mesh) → (calls, bytes) of a step; bytes of the whole payload, as `Comm` counts them."""
+    step: Observed
     notes: tuple[str, ...] = ()  # differences from the whole strategy at full depth, with reasons
+
+    @property
+    def moments(self) -> tuple[MemorySample, ...]:
+        return self.step.moments
+
+    @property
+    def collectives(self) -> Sent:
+        return self.step.sent
 
     @property
     def peak(self) -> MemorySample:
@@ -159,8 +166,7 @@ def simulate(
     if why is None and repeats is not None:
         try:
             seen = extend(at(SHORT), at(LONG), repeats)
-            notes += (f"{repeats} equal blocks were simulated as {SHORT} and as {LONG}",)
-            return Simulated(moments=seen.moments, collectives=seen.sent, notes=notes)
+            return Simulated(seen, (*notes, f"{repeats} equal blocks were simulated as {SHORT} and as {LONG}"))
         except AtorchError:
             raise
         except UnlikeError as error:
@@ -168,8 +174,7 @@ def simulate(
         except _BLOCK_ERRORS as error:  # the run with all blocks shows whether the model itself is faulty
             why = f"the model does not run with fewer blocks ({type(error).__name__}: {error})"
     logger.info("all blocks are simulated: %s", why)
-    seen = at(None)
-    return Simulated(moments=seen.moments, collectives=seen.sent, notes=(*notes, f"all blocks were simulated: {why}"))
+    return Simulated(at(None), (*notes, f"all blocks were simulated: {why}"))
 
 
 def _stage(
@@ -183,13 +188,14 @@ def _stage(
 ) -> Simulated:
     repeats = num_repeats(ctx.root)
     blocks = SHORT if repeats is not None and repeats > SHORT else None
-    fewer = with_fewer_micro_batches(with_metadata(ctx, strategy, batch, blocks, extended_to=repeats), samples)
+    informed = with_metadata(ctx, strategy, batch, blocks, extended_to=repeats)
+    few, samples, left_out = with_fewer_micro_batches(informed, samples)
     with world_of_fakes as world:
-        seen = _on_fakes(ctx, fewer.strategy, batch, fewer.samples, world, None, until)
-    if fewer.left_out:
-        seen = seen.with_more(fewer.left_out)
-        notes += (f"{fewer.left_out} more micro-batches do as the last that was simulated",)
-    return Simulated(moments=seen.moments, collectives=seen.sent, notes=notes)
+        seen = _on_fakes(ctx, few, batch, samples, world, None, until)
+    if left_out:
+        seen = seen.with_more(left_out)
+        notes += (f"{left_out} more micro-batches do as the last that was simulated",)
+    return Simulated(seen, notes)
 
 
 def observe(
@@ -245,7 +251,7 @@ def _step(result: AccelerateResult, ctx: Context, batch: Any, live: LiveBytes) -
     live.mark("end of forward")
     loss = result.loss_func(batch, output)
     del output  # backward keeps what it needs
-    value = loss[0] if isinstance(loss, (list, tuple)) else loss
+    value = value_of(loss)
     live.mark("loss")
     if result.args["use_optim_backward"]:
         result.optim.backward(value)

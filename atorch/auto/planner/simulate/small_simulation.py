@@ -133,16 +133,6 @@ def _line(one: Mapping[str, float], two: Mapping[str, float], steps: float) -> d
 TAKING_TURNS = 2  # micro-batches beyond those that fill the pipeline
 
 
-@dataclass(frozen=True)
-class Fewer:
-    """A strategy for a step of fewer micro-batches of the same size."""
-
-    strategy: Strategy
-    samples: int
-    left_out: int
-    """Micro-batches that are not simulated."""
-
-
 def num_stages(strategy: Strategy) -> int:
     """Processes along the pipeline of a complete strategy; 1 without a pipeline."""
     mode = strategy.get(ParallelMode)
@@ -161,8 +151,11 @@ def ranks_of_stages(strategy: Strategy, world_size: int) -> dict[int, int]:
     return {place: ranks[place] for place in dict.fromkeys((0, min(1, stages - 1), stages - 1))}
 
 
-def with_fewer_micro_batches(strategy: Strategy, samples: int) -> Fewer:
-    """The fewest micro-batches of a complete strategy with a pipeline from which a step of `samples` follows."""
+def with_fewer_micro_batches(strategy: Strategy, samples: int) -> tuple[Strategy, int, int]:
+    """The fewest micro-batches of a complete strategy with a pipeline from which a step of `samples` follows.
+
+    Returns the strategy for them, their samples, and the number of micro-batches that are left out.
+    """
     from atorch.auto.opt_lib.pipeline_parallel.stages import Batches
 
     pipeline, stages = strategy.get(PipelineParallel), num_stages(strategy)
@@ -170,9 +163,9 @@ def with_fewer_micro_batches(strategy: Strategy, samples: int) -> Fewer:
     count = Batches(pipeline, strategy, stages).count(samples // batch_place(strategy, "cpu")[1])
     few = stages + TAKING_TURNS
     if pipeline.schedule != "1f1b" or count <= few:
-        return Fewer(strategy, samples, 0)
+        return strategy, samples, 0
     methods = tuple(method.in_parts(few) for method in strategy)
-    return Fewer(Strategy(methods, strategy.metadata), samples // count * few, count - few)
+    return Strategy(methods, strategy.metadata), samples // count * few, count - few
 
 
 _HERE = torch.device("cpu")

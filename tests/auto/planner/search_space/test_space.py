@@ -108,7 +108,7 @@ def test_what_is_excluded_included_or_fixed(start):
         ({"excluded": ["ddp", "zero1", "zero2", "fsdp"]}, "data_parallel"),
         ({"excluded": "ddp"}, "give a list"),
         ({"included": ["fp8"]}, "fp8 is included, but this machine cannot run it: fp8 needs a GPU"),
-        ({"excluded": ["ddp"], "fixed": Strategy((Ddp(),))}, "ddp is excluded"),
+        ({"excluded": ["ddp"], "fixed": Strategy((Ddp(),))}, "ddp is both excluded and given"),
         ({"included": ["fsdp"], "fixed": Strategy((Ddp(),))}, "keeps its methods"),
     ],
 )
@@ -180,11 +180,11 @@ def test_parts_can_be_fixed_for_a_plan():
     assert found
     assert all(set(mesh) <= set(each) and "tensor_parallel" in each for each in found)
     assert len({each.names() for each in found}) > 5
-    with pytest.raises(StrategyError, match="both excluded and fixed"):
+    with pytest.raises(StrategyError, match="both excluded and given"):
         plannable(profile, spec, fixed=mesh, excluded=["ddp"])
-    with pytest.raises(StrategyError, match="ddp is fixed and fsdp included"):
+    with pytest.raises(StrategyError, match="ddp and fsdp are both given, but exclude each other"):
         plannable(profile, spec, extend=mesh, included=["fsdp"])
-    with pytest.raises(StrategyError, match="fsdp is included, but fixed means exactly its methods"):
+    with pytest.raises(StrategyError, match="fsdp is included, but the given strategy keeps its methods"):
         plannable(profile, spec, fixed=mesh, included=["fsdp"])
 
 
