@@ -93,7 +93,10 @@ def test_code_in_the_metadata_does_not_run(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("trials", [300, pytest.param(100_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "trials",
+    [300, pytest.param(10_000, marks=pytest.mark.slow), pytest.param(100_000, marks=pytest.mark.nightly)],
+)
 def test_fuzzed_folders(tmp_path: Path, trials: int) -> None:
     dcp.save({"model": VALUES}, checkpoint_id=tmp_path / "dcp", no_dist=True)
     draw, refused = random.Random(trials), 0
