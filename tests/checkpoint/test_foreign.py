@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 import random
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,6 +23,7 @@ from atorch.cli import app
 from atorch.errors import CheckpointError
 from tests.auto.test_checkpointing import small_job
 from tests.checkpoint.jobs import whole
+from tests.checkpoint.test_convert import Harm
 from tests.pool import Pool, on_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable:UserWarning")  # DCP's
@@ -76,11 +75,6 @@ def test_a_run_saved_by_dcp_goes_on(tmp_path: Path, is_flat: bool) -> None:
     again.optim.param_groups[0]["lr"] = 1.0
     load_checkpoint(tmp_path / "run", again)
     assert [float(again.step(next(iter(again.dataloader)))) for _ in range(3)] == expected
-
-
-class Harm:
-    def __reduce__(self) -> Any:
-        return os.mkdir, ("harm",)
 
 
 def test_code_in_the_metadata_does_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
