@@ -176,7 +176,7 @@ class Checkpoint:
         def work(key: _Block) -> None:
             buffer = buffers.get()
             try:
-                self._reader(key[0]).read(*key[1:], buffer)
+                self._reader(key[0]).read(key[1], key[2], buffer)
                 scatter(*self._piece(key), key[2], buffer, needs[key])
             finally:
                 buffers.put(buffer)
@@ -210,7 +210,7 @@ class Checkpoint:
                     if owner == rank:
                         sent[-1] = 0
                         try:
-                            self._reader(key[0]).read(*key[1:], buffer)
+                            self._reader(key[0]).read(key[1], key[2], buffer)
                             sent[-1] = 1
                         except CheckpointError as error:
                             failure = failure or error
