@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import random
 from pathlib import Path
@@ -91,7 +92,8 @@ def test_code_in_the_metadata_does_not_run(tmp_path: Path, monkeypatch: pytest.M
     "trials",
     [300, pytest.param(10_000, marks=pytest.mark.slow), pytest.param(100_000, marks=pytest.mark.nightly)],
 )
-def test_fuzzed_folders(tmp_path: Path, trials: int) -> None:
+def test_fuzzed_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trials: int) -> None:
+    monkeypatch.setattr(os, "fsync", lambda handle: None)
     dcp.save({"model": VALUES}, checkpoint_id=tmp_path / "dcp", no_dist=True)
     draw, refused = random.Random(trials), 0
     written = {path: path.read_bytes() for path in sorted((tmp_path / "dcp").iterdir())}
