@@ -103,7 +103,8 @@ def save_checkpoint(
 
     def facts() -> Mapping[str, Facts]:
         compared = _compared(folder, extra, background=background)
-        extra_state.update(_extra_state(extra or {}))
+        for name, value in (extra or {}).items():
+            extra_state[name] = value.state_dict() if hasattr(value, "state_dict") else value
         return {**compared, "extra": described("extra", extra_state)}
 
     held, states = call_on_all_ranks("save_checkpoint", facts, lambda: held_by(result))
@@ -197,7 +198,7 @@ def resume_or_start(
     """
     _wait(result, "resume_or_start")
     call_on_all_ranks("resume_or_start", lambda: _compared(folder, extra), lambda: None)
-    if not from_rank_zero(bool(steps(folder)) or is_checkpoint(Path(folder))):
+    if not from_rank_zero(all_or_none(lambda: bool(steps(folder)) or is_checkpoint(Path(folder)))):
         return 0
     resumed = load_checkpoint(folder, result, extra=extra)
     logger.info("resumed from step %d in %s", resumed.step, folder)
@@ -256,10 +257,6 @@ def _loss_scale(optim: Optimizer) -> LossScale | None:
     return None
 
 
-def _extra_state(extra: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value.state_dict() if hasattr(value, "state_dict") else value for name, value in extra.items()}
-
-
 def _load(checkpoint: Checkpoint, result: AccelerateResult, strict: bool) -> None:
     with checkpoint:
         held = [_as_saved(entry, checkpoint) for entry in held_tensors(result.model)]
@@ -295,8 +292,14 @@ def _load_rest(checkpoint: Checkpoint, held: Sequence[HeldTensor], result: Accel
     saved = checkpoint.by_rank(rank if is_same else 0)
     if isinstance(result.dataloader, Loader) and "loader" in saved:
         result.dataloader.load_state_dict(saved["loader"] if is_same else {**saved["loader"], "began": None})
-    if "rng" in saved:
-        _restore_rng(saved["rng"], result, is_same)
+    if "rng" in saved and is_same:
+        RandomState.of_plain(saved["rng"]).restore()
+    elif "rng" in saved:  # on another mesh, ranks with other samples draw other numbers
+        mesh, seed = _mesh(result), zlib.crc32(saved["rng"]["torch"].numpy().data)
+        seed = (seed + (0 if mesh is None else mesh.rank(*BATCH_AXES))) % 2**32
+        random.seed(seed)
+        np.random.seed(seed)
+        torch.manual_seed(seed)
     buffers = {name: entry.tensor for entry in held if is_buffer(entry) for name in entry.names}
     for name, value in saved.get("buffers", {}).items() if is_same else ():
         buffers[name].copy_(value)
@@ -338,15 +341,3 @@ def _empty_states(checkpoint: Checkpoint, held: Sequence[HeldTensor], optim: Opt
         if name not in in_chunks:
             saved.setdefault(name, {})[MASTER] = (master.shape, torch.float32)
     return empty_states(optim, held, saved)
-
-
-def _restore_rng(saved: Mapping[str, Any], result: AccelerateResult, is_same: bool) -> None:
-    """Restore this rank's random states; on another mesh, seed them by the rank among those with other samples."""
-    if not is_same:
-        mesh = _mesh(result)
-        seed = (zlib.crc32(saved["torch"].numpy().data) + (0 if mesh is None else mesh.rank(*BATCH_AXES))) % 2**32
-        random.seed(seed)
-        np.random.seed(seed)
-        torch.manual_seed(seed)
-        return
-    RandomState.of_plain(saved).restore()

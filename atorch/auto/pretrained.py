@@ -15,11 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from atorch.auto.context import AccelerateResult
-from atorch.checkpoint.boxes import LogicalTensor
+from atorch.checkpoint.boxes import LogicalTensor, whole_box
 from atorch.checkpoint.files import save
 from atorch.checkpoint.pretrained import (
     CONFIGS,
-    MAX_SHARD_SIZE,
     MODEL,
     export_model,
     hidden_folder,
@@ -81,7 +80,7 @@ def load_whole_state(model: nn.Module, state: Mapping[str, Tensor] | AnyPath, st
         strict: raise for names that the model does not have, and for missing ones.
 
     Raises:
-        ArgumentError: names or shapes differ from the model's; raised on all ranks, before anything is written.
+        ArgumentError: the model is not accelerated.
         CheckpointError: as `load_pretrained`.
     """
     if getattr(model, "_atorch", None) is None:
@@ -92,37 +91,20 @@ def load_whole_state(model: nn.Module, state: Mapping[str, Tensor] | AnyPath, st
     if not isinstance(state, Mapping):
         load_pretrained(model, state, strict=strict)
         return
-    held = held_tensors(model)
-    for entry, value in all_or_none(lambda: _chosen(model, held, state, strict)):
-        entry.write(value)
+    load_model(_State(state), held_tensors(model), model, strict)
 
 
-def _chosen(
-    model: nn.Module, held: Sequence[HeldTensor], state: Mapping[str, Tensor], strict: bool
-) -> list[tuple[HeldTensor, Tensor]]:
-    """The model's tensors that the state has, and their values."""
-    known = {name for entry in held for name in entry.names} | set(getattr(model, "state_names", ()))
-    chosen = [(entry, state[name]) for entry in held if (name := next(filter(state.__contains__, entry.names), None))]
-    present = {entry.name for entry, _ in chosen}
-    lacking = [entry.name for entry in held if entry.name not in present]
-    if text := _refused(lacking, sorted(state.keys() - known), model, strict, is_other=not state.keys() & known):
-        raise ArgumentError(f"the state {text}")
-    for entry, value in chosen:
-        if tuple(value.shape) != entry.shape:
-            raise ArgumentError(
-                f"the state has {entry.name} of shape {tuple(value.shape)}, and the whole model's is {entry.shape}; "
-                "give the state of the same model, whole tensors of it"
-            )
-    return chosen
+class _State(Checkpoint):
+    """Whole tensors in memory, read as a checkpoint."""
 
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self.path, self.plain, self._tensors = Path("the state"), {}, tensors
+        self.names = {name: (tuple(value.shape), value.dtype) for name, value in tensors.items()}
 
-def _refused(lacking: Sequence[str], more: Sequence[str], model: nn.Module, strict: bool, *, is_other: bool) -> str:
-    """The reason not to load a state that differs from the model's, or "". `is_other`: it has none of the names."""
-    texts = [f"{what} {first_names(names)}" for what, names in (("lacks", lacking), ("has", more)) if names]
-    if not texts or not (strict or is_other):
-        return ""
-    other, kind = "" if is_other else ", or strict=False to load what both have", written_class(_unwrapped(model))
-    return f"{' and '.join(texts)}, other than the model {kind.__name__}; give the same model's{other}"
+    def load(self, tensors: Mapping[str, LogicalTensor]) -> None:
+        for name, tensor in tensors.items():
+            for box, values in tensor.pieces:
+                values.copy_(self._tensors[name][box.slices(whole_box(tensor.shape))])
 
 
 @torch.no_grad()
@@ -171,8 +153,8 @@ def _names(source: Checkpoint, held: Sequence[HeldTensor], model: nn.Module, str
         shape, dtype = source.names[first]
         if shape != entry.shape:
             raise CheckpointError(
-                f"{source.path} has {first} of shape {shape}, and the model's {entry.name} is {entry.shape}; give the "
-                "files of the same model"
+                f"{source.path} has {first} of shape {shape}, and the whole model's {entry.name} is {entry.shape}; "
+                "give whole tensors of the same model"
             )
         if is_meta(entry.tensor):
             raise CheckpointError(f"{entry.name} has no memory: it is on the meta device; call to_empty before")
@@ -184,8 +166,13 @@ def _names(source: Checkpoint, held: Sequence[HeldTensor], model: nn.Module, str
         found[entry.name] = first
     ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     more = [name for name in saved if name not in known and not any(re.search(rule, name) for rule in ignored)]
-    if text := _refused(lacking, more, model, strict, is_other=not saved.keys() & known):
-        raise CheckpointError(f"{source.path} {text}")
+    texts = [f"{what} {first_names(names)}" for what, names in (("lacks", lacking), ("has", more)) if names]
+    is_other = not saved.keys() & known
+    if texts and (strict or is_other):
+        other, kind = "" if is_other else ", or strict=False to load what both have", written_class(_unwrapped(model))
+        raise CheckpointError(
+            f"{source.path} {' and '.join(texts)}, other than the model {kind.__name__}; give the same model's{other}"
+        )
     return found
 
 
@@ -198,7 +185,6 @@ def export(
     path: AnyPath,
     *,
     dtype: torch.dtype | None = None,
-    max_shard_size: int = MAX_SHARD_SIZE,
     tokenizer: Any = None,
 ) -> None:
     """Write the whole model as Hugging Face has it: `model.safetensors`, or several files and an index, and its config.
@@ -212,7 +198,6 @@ def export(
         result: as `auto_accelerate` returned it.
         path: of a new folder.
         dtype: of floating-point tensors; None for the dtype of the parameters, or fp32 where they have masters.
-        max_shard_size: the most bytes of a file; a larger tensor has a file of its own.
         tokenizer: a tokenizer or processor to write beside the model, with its `save_pretrained`.
 
     Raises:
@@ -223,8 +208,7 @@ def export(
         raise ArgumentError(f"tokenizer is {shown(tokenizer)}; give one of Hugging Face's, which has save_pretrained")
     need_result(result, "export")
     more = [] if tokenizer is None else [tokenizer]
-    arguments = {"path": str(path), "dtype": str(dtype), "max_shard_size": max_shard_size}
-    given = {name: described(name, value) for name, value in arguments.items()}
+    given = {name: described(name, str(value)) for name, value in (("path", path), ("dtype", dtype))}
     held, states = call_on_all_ranks("export", lambda: given, lambda: held_by(result, only_masters=True))
     tensors, plain, _ = model_content(result, held, states)
     stem, adapter = "model", all_or_none(lambda: _adapter(result.model, tensors))
@@ -235,7 +219,7 @@ def export(
     with hidden_folder(Path(path)) as folder:
         save(folder, 0, tensors, plain)
         with Checkpoint.open(folder) as checkpoint:
-            export_model(checkpoint, path, dtype, max_shard_size, stem, more)
+            export_model(checkpoint, path, dtype, stem, more)
 
 
 def _adapter(model: nn.Module, tensors: Mapping[str, LogicalTensor]) -> tuple[dict[str, LogicalTensor], Any] | None:

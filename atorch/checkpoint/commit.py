@@ -69,18 +69,13 @@ def publish(part: Path, manifest: Manifest, keep_last: int | None, keep_every: i
         CheckpointError: it cannot be published, and the earlier ones stand; or old ones cannot be removed.
     """
     folder, step = part.parent, manifest.step
-    final, old = folder / name_of(step), folder / f".{name_of(step)}.old"
+    final = folder / name_of(step)
     manifest.write(part)
     with reporting(f"{final} cannot be published"):
         sync(part)
         if os.path.lexists(final):
-            os.rename(final, old)
-        try:
-            os.rename(part, final)
-        except OSError:
-            if os.path.lexists(old):
-                os.rename(old, final)
-            raise
+            os.rename(final, folder / f".{name_of(step)}.old")
+        os.rename(part, final)
         sync(folder)
     with reporting(f"{final} is complete, but older ones cannot be removed"):
         pointer = folder / ".newest.part"

@@ -205,8 +205,7 @@ def _add_optimizer(
     group_of = {unit: at for at, group in enumerate(inner[0]["param_groups"]) for unit in group["params"]}
     for unit, (shapes, padding) in enumerate(zip(trained, paddings, strict=True)):
         masters = [_tensor(flat[unit], "fp32 values") for flat in flats]
-        cut = _Cut(stage, masters, shapes, padding)
-        cut.add(found, MODEL, "", masters)
+        _add_group(found, stage, shapes, padding, masters, MODEL)
         at = group_of[unit]
         found.optim["groups"][at]["params"] += shapes
         states = [_need(state["state"].get(unit, {}), "a state") for state in inner]
@@ -215,7 +214,8 @@ def _add_optimizer(
                 for name in shapes:
                     found.add(f"optim.{name}.step", (), "F32", [(whole_box(()), torch.tensor(float(value)))])
             elif isinstance(value, Tensor) and value.numel() >= masters[0].numel():
-                cut.add(found, "optim.", f".{check_name(key)}", [_tensor(state[key], key) for state in states])
+                values = [_tensor(state[key], key) for state in states]
+                _add_group(found, stage, shapes, padding, values, "optim.", f".{check_name(key)}")
             elif value is not None:
                 found.left_out.append(f"{shown(key)} of the optimizer")
     scale = getattr(zero[0].get("loss_scaler"), "cur_scale", None)
@@ -223,35 +223,34 @@ def _add_optimizer(
         found.optim["loss_scale"] = {"scale": float(scale), "good_steps": 0}
 
 
-class _Cut:
-    """The places of the parameters of a group in the flat tensors of all ranks."""
+def _add_group(
+    found: ForeignCheckpoint, stage: int, shapes: Mapping[str, Any], padding: Any, flats: Sequence[Tensor],
+    prefix: str, suffix: str = "",
+) -> None:  # fmt: skip
+    """Add the tensors of a group's parameters from the flat tensors of all ranks."""
+    at = 0
+    for (name, shape), more in zip(shapes.items(), [0] * len(shapes) if padding is None else padding, strict=True):
+        numel = math.prod(shape)
+        if stage == 3:
+            parts = _by_parameter(numel, at, flats)
+            at += -(-numel // len(flats))
+        else:
+            parts = _of_group(numel, at, flats)
+            at += numel + int(more)
+        _add_cut(found, f"{prefix}{name}{suffix}", shape, parts)
+    unit = 1 if stage == 3 else 2 * len(flats)  # to which groups are filled up
+    held = flats[0].numel() if stage == 3 else sum(flat.numel() for flat in flats)
+    if -(-at // unit) != -(-held // unit):
+        raise CheckpointError(f"its parameters have {at:,} values, and its files {held:,}; copy the files again")
 
-    def __init__(self, stage: int, masters: Sequence[Tensor], shapes: Mapping[str, Any], padding: Any) -> None:
-        self._stage, self._shapes = stage, shapes
-        self._padding = [0] * len(shapes) if padding is None else list(map(int, padding))
-        self._size = max(flat.numel() for flat in masters)  # the last rank's padding may be left out
 
-    def add(self, found: ForeignCheckpoint, prefix: str, suffix: str, flats: Sequence[Tensor]) -> None:
-        at = 0
-        for (name, shape), padding in zip(self._shapes.items(), self._padding, strict=True):
-            numel = math.prod(shape)
-            if self._stage == 3:
-                parts = _by_parameter(numel, at, flats)
-                at += -(-numel // len(flats))
-            else:
-                parts = self._of_group(numel, at, flats)
-                at += numel + padding
-            _add_cut(found, f"{prefix}{name}{suffix}", shape, parts)
-        unit = 1 if self._stage == 3 else 2 * len(flats)  # to which groups are filled up
-        held = flats[0].numel() if self._stage == 3 else sum(flat.numel() for flat in flats)
-        if -(-at // unit) != -(-held // unit):
-            raise CheckpointError(f"its parameters have {at:,} values, and its files {held:,}; copy the files again")
-
-    def _of_group(self, numel: int, start: int, flats: Sequence[Tensor]) -> Iterator[tuple[int, int, Tensor]]:
-        for rank, flat in enumerate(flats):
-            first, stop = max(start, rank * self._size), min(start + numel, (rank + 1) * self._size)
-            if first < stop:
-                yield first - start, stop - start, flat[first - rank * self._size : stop - rank * self._size]
+def _of_group(numel: int, start: int, flats: Sequence[Tensor]) -> Iterator[tuple[int, int, Tensor]]:
+    """The parts of a parameter that begins at `start` of the ranks' tensors, one after the other."""
+    size = max(flat.numel() for flat in flats)  # the last rank's padding may be left out
+    for rank, flat in enumerate(flats):
+        first, stop = max(start, rank * size), min(start + numel, (rank + 1) * size)
+        if first < stop:
+            yield first - start, stop - start, flat[first - rank * size : stop - rank * size]
 
 
 def _by_parameter(numel: int, at: int, flats: Sequence[Tensor]) -> Iterator[tuple[int, int, Tensor]]:
@@ -270,9 +269,8 @@ def _add_cut(found: ForeignCheckpoint, name: str, shape: Any, parts: Iterator[tu
     for first, stop, values in parts:
         if values.numel() != stop - first:
             raise CheckpointError(f"{name!r} has fewer values than its shape; copy the files again")
-        pieces += [
-            (box, values[at : at + box.numel].view(box.sizes)) for box, at in flat_boxes(shape, first, stop)
-        ]  # fmt: skip
+        boxes = flat_boxes(shape, first, stop)
+        pieces += [(box, values[at : at + box.numel].view(box.sizes)) for box, at in boxes]
         dtype = values.dtype
     found.add(name, shape, dtype_name(name, dtype), pieces)
 

@@ -34,12 +34,7 @@ from atorch.checkpoint.shard_file import (
     reporting,
     write_shard,
 )
-from atorch.distributed.collectives import (
-    all_or_none,
-    call_on_all_ranks,
-    gather_objects,
-    is_distributed,
-)
+from atorch.distributed.collectives import all_or_none, call_on_all_ranks, gather_objects, is_distributed
 from atorch.distributed.fingerprints import described
 from atorch.distributed.world import TIMEOUT
 from atorch.errors import CheckpointError, shown
@@ -89,7 +84,7 @@ def save(
         ArgumentError: ranks were given other steps or folders.
     """
     rank = dist.get_rank() if is_distributed() else 0
-    base = Path(folder)
+    base, made = Path(folder), list[Path]()
 
     def checked() -> tuple[dict[str, LogicalTensor], list[_Listed], Any, Any]:
         _check_numbers(step, keep_last, keep_every)
@@ -101,13 +96,15 @@ def save(
             if check_name(name).startswith("$"):
                 raise CheckpointError(f"{name!r} cannot name a tensor: `$` begins the names of tensors in plain data")
         everything = {**tensors, **_whole(of_rank), **(_whole(of_data) if rank == 0 else {})}
-        return everything, _listed(everything), plain_json, rank_json
+        listed = _listed(everything)
+        if rank == 0:
+            made.append(commit.begin(base, step))
+        return everything, listed, plain_json, rank_json
 
     given = {"step": step, "folder": os.fspath(folder), "keep_last": keep_last, "keep_every": keep_every}
     facts = {name: described(name, value) for name, value in given.items()}
-    local, own, plain_json, rank_json = call_on_all_ranks("save", lambda: facts, checked)
-    made = all_or_none(lambda: commit.begin(base, step) if rank == 0 else None)
     try:
+        local, own, plain_json, rank_json = call_on_all_ranks("save", lambda: facts, checked)
         ranks = gather_objects((own, rank_json, made))
         listed = [of_rank for of_rank, *_ in ranks]
         owned = _owned(listed, rank)
@@ -118,16 +115,21 @@ def save(
         ]
         saved = {name: Saved(shape, dtype) for items in listed for name, shape, dtype, _ in items}
         by_ranks = [of_rank for _, of_rank, _ in ranks]
-        part = _Part(ranks[0][2], rank, step, saved, plain_json, by_ranks, (keep_last, keep_every))
+        part = _Part(ranks[0][2][0], rank, step, saved, plain_json, by_ranks, (keep_last, keep_every))
+
+        def ready() -> list[_Piece]:
+            part.need_folder()
+            return pieces if background is None else background.copied(pieces)
+
         if background is not None:
-            copies = all_or_none(lambda: background.copied(part.need_shared(pieces)))
+            copies = all_or_none(ready)
             background.start(lambda: part.write_alone(copies, background.pause))
         else:
-            shards = gather_objects(all_or_none(lambda: part.write(part.need_shared(pieces))))
+            shards = gather_objects(all_or_none(lambda: part.write(ready())))
             all_or_none(lambda: part.publish(shards) if rank == 0 else None)
     except Exception:
-        if made is not None:
-            commit.discard(made)
+        for part_folder in made:
+            commit.discard(part_folder)
         raise
     return base / commit.name_of(step)
 
@@ -144,23 +146,15 @@ class _Part:
     by_rank: list[Any]
     kept: tuple[int | None, int | None]
 
-    def need_shared(self, pieces: list[_Piece]) -> list[_Piece]:
-        """`pieces`, if this rank sees the folder that rank 0 has made."""
-        if self.rank != 0 and not self.folder.is_dir():
-            raise CheckpointError(
-                f"{self.folder.parent} of rank {self.rank} is not that of rank 0; give a folder that all ranks share, "
-                "and no other job"
-            )
-        return pieces
-
-    def write(self, pieces: list[_Piece], pause: Callable[[], object] = lambda: None) -> Shard | None:
+    def write(self, pieces: list[_Piece], pause: Callable[[], object] | None = None) -> Shard | None:
         return write_shard(self.folder / f"rank-{self.rank:05}.safetensors", pieces, pause) if pieces else None
 
     def need_folder(self) -> None:
         if not self.folder.is_dir():
             raise CheckpointError(
                 f"{self.folder} was removed while it was written, as another save into {self.folder.parent} does, or a "
-                "rank that cannot write; give each result a folder of its own, and one job at a time"
+                f"rank that cannot write, or rank {self.rank} does not share it; give each result a folder of its own, "
+                "which all ranks share, and one job at a time"
             )
 
     def publish(self, shards: list[Shard | None]) -> Path:

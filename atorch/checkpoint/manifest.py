@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from atorch.checkpoint.boxes import Box, check_cover
@@ -61,7 +60,6 @@ class Manifest:
         """
         content = {
             "format": _FORMAT,
-            "torch": str(torch.__version__),
             "step": self.step,
             "world_size": self.world_size,
             "tensors": self.tensors,
@@ -229,7 +227,10 @@ def encoded(value: Any, place: str, prefix: str, tensors: dict[str, Tensor]) -> 
         if isinstance(value, dict):
             is_plain = type(value) is not Counter and all(isinstance(key, str) and key[:1] != "$" for key in value)
             items = [
-                (inner(key, f"a key of {place}", depth + 1), inner(item, step(place, _label(key)), depth + 1))
+                (
+                    inner(key, f"a key of {place}", depth + 1),
+                    inner(item, step(place, key if isinstance(key, int) else str(key)), depth + 1),
+                )
                 for key, item in value.items()
             ]
             return dict(items) if is_plain else {"$counter" if type(value) is Counter else "$dict": items}
@@ -268,10 +269,6 @@ def decoded(value: Any, read: Callable[[str], Tensor]) -> Any:
     except (TypeError, ValueError):  # no pairs, or keys that have no hash
         pass
     raise CheckpointError(f"{shown(value)} is no plain data of a checkpoint; load another checkpoint")
-
-
-def _label(key: Any) -> str | int:
-    return key if isinstance(key, (str, int)) else repr(key)
 
 
 def _text(value: str, place: str) -> str:

@@ -39,7 +39,7 @@ from atorch.units import MiB
 
 MODEL = "model."  # begins the names of the model's tensors in a checkpoint
 CONFIGS = ("config", "generation_config")  # names of files, and of a model's attributes
-MAX_SHARD_SIZE = 5 * 10**9
+MAX_FILE_BYTES = 5 * 10**9  # of an exported model, as Hugging Face's own; a larger tensor has a file of its own
 _FILE = "model.safetensors"
 _INDEX = FileKind(f"{_FILE}.index.json", CheckpointError, 64 * MiB)
 _MAX_HEADER = 100_000_000
@@ -197,7 +197,6 @@ def export_model(
     checkpoint: Checkpoint,
     path: AnyPath,
     dtype: torch.dtype | None = None,
-    max_shard_size: int = MAX_SHARD_SIZE,
     stem: str = "model",
     more: Iterable[Any] = (),
 ) -> None:
@@ -209,8 +208,6 @@ def export_model(
     Raises:
         CheckpointError: on all ranks: it cannot be written, or the checkpoint is damaged.
     """
-    if type(max_shard_size) is not int or max_shard_size < 1:
-        raise CheckpointError(f"max_shard_size is {shown(max_shard_size)}; it is a number of bytes, from 1")
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype in NAMES):
         raise CheckpointError(f"dtype is {shown(dtype)}; give a floating-point one, or None to keep what there is")
     target, num_ranks = Path(path), dist.get_world_size() if is_distributed() else 1
@@ -221,7 +218,7 @@ def export_model(
         pieces.append(_Piece(name, full, shape, dtype if dtype is not None and own.is_floating_point else own))
     shards: list[list[_Piece]] = [[]]
     for piece in pieces:
-        if shards[-1] and sum(other.num_bytes for other in shards[-1]) + piece.num_bytes > max_shard_size:
+        if shards[-1] and sum(other.num_bytes for other in shards[-1]) + piece.num_bytes > MAX_FILE_BYTES:
             shards.append([])
         shards[-1].append(piece)
     many = [f"{stem}-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]

@@ -176,8 +176,8 @@ class Checkpoint:
         def work(key: _Block) -> None:
             buffer = buffers.get()
             try:
-                self._read(key, buffer)
-                self._scatter(key, buffer, needs[key])
+                self._reader(key[0]).read(key[1], key[2], buffer)
+                scatter(*self._piece(key), key[2], buffer, needs[key])
             finally:
                 buffers.put(buffer)
 
@@ -206,11 +206,11 @@ class Checkpoint:
                 works, received = [], []
                 for place, (key, buffer) in enumerate(zip(keys[start:], buffers, strict=False)):
                     owner = ranks[(start + place) % len(ranks)]
-                    sent = buffer[: self._num_bytes(key) + 1]  # its last byte says that the others are right
+                    sent = buffer[: block_bytes(*self._piece(key), key[2]) + 1]  # its last byte: the others are right
                     if owner == rank:
                         sent[-1] = 0
                         try:
-                            self._read(key, buffer)
+                            self._reader(key[0]).read(key[1], key[2], buffer)
                             sent[-1] = 1
                         except CheckpointError as error:
                             failure = failure or error
@@ -222,18 +222,8 @@ class Checkpoint:
                 for key, sent in received:
                     targets = needs.pop(key)
                     if sent[-1]:
-                        self._scatter(key, sent, targets)
+                        scatter(*self._piece(key), key[2], sent, targets)
         return failure
-
-    def _read(self, key: _Block, buffer: Tensor) -> None:
-        number, index, block = key
-        self._reader(number).read(index, block, buffer)
-
-    def _scatter(self, key: _Block, buffer: Tensor, targets: list[tuple[Box, Tensor]]) -> None:
-        scatter(*self._piece(key), key[2], buffer, targets)
-
-    def _num_bytes(self, key: _Block) -> int:
-        return block_bytes(*self._piece(key), key[2])
 
     def _piece(self, key: _Block) -> tuple[Box, torch.dtype]:
         stored = self._manifest.shards[key[0]].stored[key[1]]

@@ -19,7 +19,9 @@ import weakref
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,6 +34,7 @@ from atorch.units import MiB
 
 BLOCK_BYTES = 4 * MiB  # the unit of checksums, and of staging
 _STARTED_BYTES = 8 * MiB  # that the system begins to write at a time
+_BESIDE_BYTES = 256 * 1024  # of a block whose checksum takes longer than to hand it to another thread
 _KEEP_SIZE = 1  # FALLOC_FL_KEEP_SIZE: the size stays that of what is written
 _ALIGNMENT = 16  # of the data within the file: the largest element
 
@@ -122,19 +125,20 @@ def header(pieces: Sequence[tuple[str, str, Box]]) -> bytes:
 def write_shard(
     path: Path,
     pieces: Sequence[tuple[str, str, Box, Tensor | Callable[[], Tensor]]],
-    pause: Callable[[], object] = lambda: None,
+    pause: Callable[[], object] | None = None,
 ) -> Shard:
     """Write a file that is not there yet, down to the disk. Pieces: tensor, name of its dtype as saved, box, values.
 
     Values may be a function that returns them, called when they are written. Those that lie elsewhere or otherwise than
-    in the file are staged, a block at a time. `pause` is called after each block.
+    in the file are staged, a block at a time. `pause` is called after each block; without it, a second thread takes the
+    checksums.
 
     Raises:
         CheckpointError: the file cannot be written, or two pieces would have one key.
     """
     pieces = sorted(pieces, key=lambda piece: -DTYPES[piece[1]].itemsize)
     stored, begin = [], header([piece[:3] for piece in pieces])
-    with reporting(f"{path} cannot be written"), open(path, "xb", buffering=0) as file:
+    with reporting(f"{path} cannot be written"), open(path, "xb", buffering=0) as file, ThreadPoolExecutor(1) as thread:
         handle, at, started = file.fileno(), len(begin), 0
         _reserve(handle, at + sum(box.numel * DTYPES[dtype].itemsize for _, dtype, box, _ in pieces))
         write_all(handle, memoryview(begin))
@@ -142,14 +146,17 @@ def write_shard(
             checksums = []
             values = values if isinstance(values, Tensor) else values()
             for block in _blocks(values.detach(), DTYPES[dtype]):
-                checksums.append(zlib.crc32(block))
+                is_large = pause is None and len(block) >= _BESIDE_BYTES
+                checksum = thread.submit(zlib.crc32, block).result if is_large else partial(zlib.crc32, block)
                 write_all(handle, block)
+                checksums.append(checksum())
                 at += len(block)
                 if at - started >= _STARTED_BYTES and hasattr(os, "posix_fadvise"):
                     # Linux begins to write these pages to the disk, and does not wait for them.
                     os.posix_fadvise(handle, started, at - started, os.POSIX_FADV_DONTNEED)
                     started = at
-                pause()
+                if pause is not None:
+                    pause()
             stored.append(Stored(tensor, box, checksums))
         os.fsync(handle)
         return Shard(path.name, at, stored)

@@ -62,7 +62,6 @@ def export(
     dtype: Annotated[
         Literal["bf16", "fp16", "fp32"] | None, typer.Option(help="Of floating-point tensors. [default: as saved]")
     ] = None,
-    max_shard_size: Annotated[int, typer.Option(min=1, help="The most bytes of a file.")] = 5 * 10**9,
 ) -> None:
     """Write the model of a checkpoint as Hugging Face has it: safetensors files, and its config."""
     from atorch.checkpoint.pretrained import export_model
@@ -70,9 +69,7 @@ def export(
     from atorch.checkpoint.shard_file import DTYPES
 
     with Checkpoint.open(folder, step) as checkpoint:
-        export_model(
-            checkpoint, path, None if dtype is None else DTYPES[dtype.upper().replace("FP", "F")], max_shard_size
-        )
+        export_model(checkpoint, path, None if dtype is None else DTYPES[dtype.upper().replace("FP", "F")])
 
 
 @app.command()

@@ -261,7 +261,10 @@ def kill_once(folder: Path, ranks: int, same_step: bool, draw: random.Random, ba
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize(("trials", "least"), [(8, 5), pytest.param(200, 150, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("trials", "least"),
+    [(8, 5), pytest.param(40, 30, marks=pytest.mark.slow), pytest.param(200, 150, marks=pytest.mark.nightly)],
+)
 def test_killed_at_random_moments(tmp_path: Path, trials: int, least: int) -> None:
     draw = random.Random(trials)
     inside = [kill_once(tmp_path / str(i), 1 + i % 2, i % 4 > 1, draw, background=i % 8 > 3) for i in range(trials)]

@@ -226,8 +226,11 @@ def mutate(draw: random.Random, value: Any) -> None:
             return
 
 
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("trials", [2_000, pytest.param(100_000, marks=pytest.mark.slow)])
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(
+    "trials",
+    [2_000, pytest.param(5_000, marks=pytest.mark.slow), pytest.param(100_000, marks=pytest.mark.nightly)],
+)
 def test_fuzzed_files(tmp_path: Path, trials: int) -> None:
     """Whatever is in its files, a checkpoint is read as it was written, or refused."""
     draw = random.Random(trials)

@@ -6,7 +6,6 @@ import os
 import pickle
 import random
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,6 +24,7 @@ from atorch.cli import app
 from atorch.errors import CheckpointError
 from tests.auto.test_checkpointing import small_job
 from tests.checkpoint.jobs import whole
+from tests.checkpoint.test_convert import Harm
 from tests.pool import Pool, on_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable:UserWarning")  # DCP's
@@ -78,11 +78,6 @@ def test_a_run_saved_by_dcp_goes_on(tmp_path: Path, is_flat: bool) -> None:
     assert [float(again.step(next(iter(again.dataloader)))) for _ in range(3)] == expected
 
 
-class Harm:
-    def __reduce__(self) -> Any:
-        return os.mkdir, ("harm",)
-
-
 def test_code_in_the_metadata_does_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for data in (pickle.dumps(Harm()), pickle.dumps(Harm(), 2), b"ctorch.serialization\nos.mkdir\n(S'harm'\ntR."):
@@ -93,8 +88,12 @@ def test_code_in_the_metadata_does_not_run(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("trials", [300, pytest.param(100_000, marks=pytest.mark.slow)])
-def test_fuzzed_folders(tmp_path: Path, trials: int) -> None:
+@pytest.mark.parametrize(
+    "trials",
+    [300, pytest.param(10_000, marks=pytest.mark.slow), pytest.param(100_000, marks=pytest.mark.nightly)],
+)
+def test_fuzzed_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trials: int) -> None:
+    monkeypatch.setattr(os, "fsync", lambda handle: None)
     dcp.save({"model": VALUES}, checkpoint_id=tmp_path / "dcp", no_dist=True)
     draw, refused = random.Random(trials), 0
     written = {path: path.read_bytes() for path in sorted((tmp_path / "dcp").iterdir())}
