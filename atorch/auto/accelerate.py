@@ -175,8 +175,8 @@ def plan(model: Any, *given: Any, cluster: Any = None, **kargs: Any) -> Plan:
         sample_batch: a batch for `prepare_input`, the model and `loss_func`; figures are scaled to other batch sizes.
         global_batch: samples per step on all devices together; None for the sample batch on each.
         excluded, included: names of methods that the strategy must not, or must, have.
-        fixed: a strategy in any form of `load_strategy`: exactly these methods. Knobs that it leaves unset are searched,
-            as is the mesh; several processes get ddp if it has no data-parallel method.
+        fixed: a strategy in any form of `load_strategy`: exactly these methods. Knobs that it leaves unset are
+            searched, as is the mesh; several processes get ddp if it has no data-parallel method.
         extend: a strategy in any form of `load_strategy`: these methods, and others that make it faster.
         precision: for a cluster, the lowest precision that you allow: "fp32", "autocast", "half" (16 bits,
             with fp32 masters) or "fp8". Methods that are included or fixed are allowed.

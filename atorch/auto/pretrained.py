@@ -201,7 +201,7 @@ def export(
     max_shard_size: int = MAX_SHARD_SIZE,
     tokenizer: Any = None,
 ) -> None:
-    """Write the whole model in Hugging Face's format: `model.safetensors` or several files with an index, and its config.
+    """Write the whole model in Hugging Face's format: `model.safetensors`, or shards with an index; and its config.
 
     For a peft model, the active adapter is written, as `PeftModel.from_pretrained` reads it.
 

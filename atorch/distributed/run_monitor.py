@@ -47,7 +47,8 @@ class RunMonitor(ExitStack):
     interrupt the step. End the script as usual then: for torchrun and Slurm, status 0 is a regular end.
 
     If a step takes longer than `step_timeout`, the processes report where they are. If one does not respond, the others
-    log an error that names it, and end with status 1. If all respond, a warning says where they are. If a connection breaks, the block raises an ArgumentError with the same facts.
+    log an error that names it, and end with status 1. If all respond, a warning says where they are. If a connection
+    breaks, the block raises an ArgumentError with the same facts.
 
     Args:
         signals: signals that ask to stop, of any process; () for none.
