@@ -61,15 +61,15 @@ def auto_accelerate(
 ) -> tuple[bool, AccelerateResult | None, Strategy | None]:
     """Apply the strategy that trains `model` fastest, or the given one, and build what your training loop uses.
 
-    Without `load_strategy` atorch searches a strategy, which needs `optim_func`, `dataset` and `loss_func`. A given
+    Without `load_strategy` atorch searches for a strategy, which needs `optim_func`, `dataset` and `loss_func`. A given
     strategy is applied unchanged (`finetune_strategy=True` searches the knobs that it leaves unset).
 
     Args:
         model: an ordinary, non-distributed module. Only the chosen strategy changes it in place.
         optim_func: `torch.optim.AdamW` or any function of `(parameters, **optim_args)` that returns an optimizer. Or an
-            optimizer of the model's parameters: it is made again from its class, defaults and groups.
-        dataset: the training data. Or a DataLoader: it is made again with its settings, and its batches are those of
-            all processes together. `result` has the optimizer and the loader to use in place of yours.
+            optimizer of the model's parameters: it is recreated from its class, defaults and groups.
+        dataset: the training data. Or a DataLoader: it is recreated with its settings, and its batch size is that of
+            all processes together. Use the optimizer and the loader in `result` in place of yours.
         loss_func: `(input, output) -> loss`, a scalar tensor, or a list or tuple whose first item is one.
         prepare_input: `(data, device) -> input`; None moves the tensors in `data` to the device.
         model_input_format: the form in which the model takes `input`: None unchanged, "unpack_sequence" as `*input`,
@@ -87,7 +87,7 @@ def auto_accelerate(
         verbose: log the steps.
         time_limit: seconds for the search.
         precision: the lowest precision of a search: "fp32", "autocast", "half" or "fp8"; None for "autocast", and lower
-            only where nothing else fits.
+            only if nothing else fits.
         calibration: the search uses and keeps measurements of this machine in the user's cache directory (True) or in
             the file at that path, or none (False).
         find_unused_parameters: ddp looks for parameters that a forward pass did not use.
@@ -173,21 +173,21 @@ def plan(model: Any, *given: Any, cluster: Any = None, **kargs: Any) -> Plan:
             and functions need a sample batch.
         seq: tokens of a sample, for a path, a config or a shape.
         sample_batch: a batch for `prepare_input`, the model and `loss_func`; figures are scaled to other batch sizes.
-        global_batch: samples of a step on all devices together; None for the sample batch on each.
+        global_batch: samples per step on all devices together; None for the sample batch on each.
         excluded, included: names of methods that the strategy must not, or must, have.
-        fixed: a strategy, or what makes one: exactly these methods. Knobs that it leaves unset are searched, as is the
-            mesh; several processes get ddp where it has no data-parallel method.
-        extend: a strategy, or what makes one: these methods, and others that make it faster.
+        fixed: a strategy in any form of `load_strategy`: exactly these methods. Knobs that it leaves unset are
+            searched, as is the mesh; several processes get ddp if it has no data-parallel method.
+        extend: a strategy in any form of `load_strategy`: these methods, and others that make it faster.
         precision: for a cluster, the lowest precision that you allow: "fp32", "autocast", "half" (16 bits,
             with fp32 masters) or "fp8". Methods that are included or fixed are allowed.
-        host_memory: for a cluster, allow methods that use host memory; None: only if nothing fits without.
+        host_memory: for a cluster, allow methods that use host memory; None: only if nothing fits otherwise.
         objective: "step_time", "throughput", "cost" (device-seconds) or "fewest_devices".
-        reserve: share of a device's memory that nothing may use.
+        reserve: share of a device's memory to keep free.
         verify: number of the best candidates to simulate on fake tensors, without limits; None: up to 3, within limits
             of memory and time.
         max_step: for a cluster, the longest step that counts as a plan, in seconds or as "500ms".
         solve: for a cluster, find the largest "batch", "seq", "rank" of adapters or "model" (then `model` is None) that
-            fits, or the fewest "devices"; the plan's `solved` tells it.
+            fits, or the fewest "devices"; the plan's `solved` has the result.
         target: for a cluster, a trainer such as "accelerate", whose configuration has to express the strategy.
         lora, qlora, optimizer, dtype, attention, cross_entropy: for a path, a model on the Hub or a shape, as for
             `atorch plan`.

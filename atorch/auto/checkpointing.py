@@ -83,8 +83,8 @@ def save_checkpoint(
             optimizer is saved.
         extra: more to save, by name: objects with `state_dict` and `load_state_dict`, or numbers, strings, tensors, and
             lists and dicts of these; equal on all processes.
-        keep_last: remove all but so many of the newest, once the new one is complete. None keeps all.
-        keep_every: of those, keep the ones whose step is a multiple of it.
+        keep_last: how many of the newest to keep; older ones are removed once the new one is complete. None keeps all.
+        keep_every: also keep older checkpoints whose step is a multiple of it.
         background: copy all values to host memory, return, and write them while training goes on. One checkpoint is
             written at a time: the next save or load waits for it, and so does the end of the process.
 
@@ -129,7 +129,7 @@ def save_checkpoint(
 
 
 def wait_for_checkpoint(result: AccelerateResult | nn.Module) -> None:
-    """Wait until the last checkpoint that `save_checkpoint` was to write in the background is complete.
+    """Wait until `save_checkpoint` has written the last checkpoint in the background.
 
     Collective: all processes call it. `result`: as in `save_checkpoint`.
 
@@ -165,8 +165,8 @@ def load_checkpoint(
 ) -> Resumed:
     """Load a checkpoint of `save_checkpoint`, saved under any strategy on any number of processes.
 
-    Collective: all processes call it, before the loop. Begin the loop over `result.dataloader` anew: it goes on where
-    it was. An `smp.DistributedModel` that is not partitioned yet takes its tensors in its first step.
+    Collective: all processes call it, before the loop. Begin the loop over `result.dataloader` anew: it continues
+    where it was. An `smp.DistributedModel` that is not partitioned yet takes its tensors in its first step.
 
     Args:
         folder, result, extra: as in `save_checkpoint`.

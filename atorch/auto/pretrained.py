@@ -37,9 +37,9 @@ from atorch.runtime.optimizer.held_tensors import HeldStates, HeldTensor, held_s
 
 
 def load_pretrained(model: AccelerateResult | nn.Module, path: AnyPath, *, strict: bool = True) -> None:
-    """Load a whole model from safetensors files into one that any strategy has divided.
+    """Load the weights of a whole model from safetensors files, under any strategy.
 
-    Collective: all processes call it. Each reads what it has of the model, and holds some MiB more at a time.
+    Collective: all processes call it. Each reads only its part of the model, and needs a few MiB of memory.
 
     Args:
         model: what `auto_accelerate` returned, or its model alone; then fp32 masters (`half`) get the 16-bit values.
@@ -187,17 +187,17 @@ def export(
     dtype: torch.dtype | None = None,
     tokenizer: Any = None,
 ) -> None:
-    """Write the whole model as Hugging Face has it: `model.safetensors`, or several files and an index, and its config.
+    """Write the whole model in Hugging Face's format: `model.safetensors`, or shards with an index; and its config.
 
-    Of a model of peft, its active adapter is written, as `PeftModel.from_pretrained` reads it.
+    For a peft model, the active adapter is written, as `PeftModel.from_pretrained` reads it.
 
     Collective: all processes call it, between steps. The folder appears when it is complete. Until then its parent
-    folder, which all processes see, holds the model a second time. A process holds some MiB at a time.
+    folder, which all processes see, holds the model a second time. A process needs a few MiB of memory.
 
     Args:
         result: as `auto_accelerate` returned it.
         path: of a new folder.
-        dtype: of floating-point tensors; None for the dtype of the parameters, or fp32 where they have masters.
+        dtype: of floating-point tensors; None for the dtype of the parameters, or fp32 if they have masters.
         tokenizer: a tokenizer or processor to write beside the model, with its `save_pretrained`.
 
     Raises:

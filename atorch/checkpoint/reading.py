@@ -137,7 +137,7 @@ class Checkpoint:
         return self._decoded(self._manifest.by_rank[rank])
 
     def close(self) -> None:
-        """Let go of the files; a later read opens them again."""
+        """Close the files; a later read opens them again."""
         for reader in self._readers.values():
             reader.close()
         self._readers.clear()

@@ -24,7 +24,7 @@ _UNALIGNED = 1.6  # factor on the seconds if they do not: 99 instead of 61 µs, 
 _UNALIGNED_ON_HOPPER: Mapping[float, float] = {4.0: 2.4, 2.0: 5.2}
 """The same from Hopper on, whose kernels need aligned rows, by alignment in bytes: 281 and 97 to 154 TFLOP/s instead of
 668, for products of 4,096 on an H200 with rows of 4,098 and 4,097 numbers (`docs/accuracy.md`)."""
-_SCALAR = 0.75  # of the fp32 peak, if neither operand is a weight: see `how_the_planner_chooses.md`
+_SCALAR = 0.75  # of the fp32 peak, if neither operand is a weight: see `docs/cost_model.md`
 _FP8_SHARE = 0.96  # of the share that 16 bits reach: 8192³ on an H100, 1,126 and 585 TFLOP/s, pytorch/FBGEMM #2546
 
 

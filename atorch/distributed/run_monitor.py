@@ -44,11 +44,11 @@ class RunMonitor(ExitStack):
     """Agrees after each step whether a process got a signal to stop, and names processes that die or stall.
 
     Signals are noted from the beginning of the block on, and are handled as before at its end. A noted signal does not
-    interrupt the step. End the script as usual then: to torchrun and to Slurm, status 0 is a wanted end.
+    interrupt the step. End the script as usual then: for torchrun and Slurm, status 0 is a regular end.
 
-    If a step takes longer than `step_timeout`, the processes say where they are. If one does not respond, the others
-    log an error that names it. They end with status 1, since nothing else ends a wait for it. If all respond, a warning
-    says where they are. If a connection breaks, the block raises an ArgumentError with the same facts.
+    If a step takes longer than `step_timeout`, the processes report where they are. If one does not respond, the others
+    log an error that names it, and end with status 1. If all respond, a warning says where they are. If a connection
+    breaks, the block raises an ArgumentError with the same facts.
 
     Args:
         signals: signals that ask to stop, of any process; () for none.

@@ -32,7 +32,7 @@ LONGEST_LEAVE = timedelta(seconds=2)
 
 @dataclass(frozen=True)
 class World:
-    """The place of this process among the processes of the job."""
+    """This process's rank and device, and the number of processes of the job."""
 
     rank: int
     size: int
@@ -42,7 +42,7 @@ class World:
 
 
 def init(device_type: str | None = None, timeout: timedelta = TIMEOUT) -> World:
-    """Join the job's process group where a launcher started several processes; return this process's place in it.
+    """Join the job's process group if a launcher started several processes; return this process's rank and device.
 
     Keeps a group that exists already, with its time-out. Without a launcher there is one process, and `ensure_group`
     makes its group on demand.

@@ -60,7 +60,7 @@ class Straggler:
 
 @dataclass(frozen=True)
 class StepReport:
-    """Seconds a step since the last report, by rank."""
+    """Seconds per step since the last report, by rank."""
 
     step: int  # optimizer steps since measuring began
     steps_s: Sequence[float]  # whole steps

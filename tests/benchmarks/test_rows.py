@@ -277,7 +277,7 @@ def test_experts_in_words():
 
 
 def test_published_runs_with_experts_are_estimated_as_well_as_the_documents_say():
-    """docs/accuracy.md, "Expert parallelism": 11 of 24 runs in their bands, 25 % off in the mean."""
+    """docs/known_jobs.md, "Expert parallelism": 11 of 24 runs in their bands, 25 % off in the mean."""
     errors, held = [], 0
     for run in read_rows(TABLE):
         if run.number("ep"):

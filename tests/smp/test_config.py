@@ -161,4 +161,4 @@ def test_the_document_says_what_each_key_means() -> None:
     for name, field in Config.model_fields.items():
         why = [mark.why for mark in field.metadata if isinstance(mark, NoEffect)]
         rows.append([f"`{name}`", f"`{field.get_default()!r}`", f"no effect: {why[0]}" if why else field.description])
-    assert table(ROOT / "docs" / "smp.md", "key", "default", "meaning") == rows
+    assert table(ROOT / "docs" / "reference" / "smp.md", "key", "default", "meaning") == rows

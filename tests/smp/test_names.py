@@ -95,7 +95,7 @@ def test_every_public_name_is_documented() -> None:
     """What `atorch.smp` gives is in the document, or a page here says what it is for."""
     known = {re.split(r"[.(]", name)[0] for name in NAMES} | {f"{kind}_GROUP" for kind in KINDS}
     known |= {f"get_{kind.lower()}_group" for kind in ("WORLD", *KINDS)}  # for those without a documented one, too
-    page = (ROOT / "docs" / "smp.md").read_text()
+    page = "".join((ROOT / "docs" / name).read_text() for name in ("smp.md", "reference/smp.md"))
     assert not [name for name in smp.__all__ if name not in known and not re.search(rf"\b{name}\b", page)]
 
 

@@ -80,7 +80,7 @@ class Method(BaseModel):
     needs_values: ClassVar[bool] = False
     """True if it reads parameters' values before it changes anything, which a model on the meta device lacks."""
     saves_memory: ClassVar[bool] = False
-    """True if it trades time for memory, so that a search tries it only where memory is short or it is faster."""
+    """True if it trades time for memory, so that a search tries it only if memory is short or it is faster."""
     acts_in_calls: ClassVar[bool] = False
     """True if it acts where modules are called, which a pipeline that is cut by its graph does not do."""
     simulated: ClassVar[Simulation] = "applied"
@@ -88,11 +88,11 @@ class Method(BaseModel):
     keeps_on_host: ClassVar[bool] = False
     """True if it keeps data of a step in host memory, which a plan has to allow."""
     places_states: ClassVar[bool] = False
-    """True if it decides itself which states and activations wait in host memory."""
+    """True if it decides itself which states and activations are in host memory."""
     defers_backward: ClassVar[bool] = False
     """True if the loss function runs forward and backward in parts, so that no forward shows what a step uses."""
     planned_only: ClassVar[bool] = False
-    """True if no program applies it yet: only plans for a cluster have it, where it is included."""
+    """True if atorch cannot apply it yet: only plans for a cluster have it, if it is included."""
     recomputes: ClassVar[bool] = False
     """True if backward runs forward again."""
     exclusions: ClassVar[Mapping[str, str]] = {}
@@ -160,7 +160,7 @@ class Method(BaseModel):
 
     @property
     def spans_blocks(self) -> bool:
-        """True if it divides the whole model at once, so that fewer blocks do not tell what all of them hold."""
+        """True if it divides the whole model at once, so that a simulation of fewer blocks cannot be extrapolated."""
         return False
 
     @property

@@ -90,7 +90,7 @@ def checkpoint_wrapper(
         calls in forward and falls with calls in the recompute. After one backward it is back at its old value.
     reentrant: use torch's reentrant form, for modules that save differently at each run (`torch.jit.script`). It
         supports only `loss.backward()`, and gives no gradient to tensors in objects that are not pytrees.
-    selective: also keep the results of products with weights and of attention, and recompute only the rest. Backward
+    selective: also keep the results of matmuls with weights and of attention, and recompute only the rest. Backward
         can run once through such a forward, and kept results must not be changed in place.
 
     Under `torch.compile` the plain and the selective form become part of the graph. The other three options need
