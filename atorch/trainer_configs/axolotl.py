@@ -10,9 +10,8 @@ from collections.abc import Mapping
 
 from atorch.errors import ArgumentError
 from atorch.trainer_configs import transformers
-from atorch.trainer_configs.keys import Keys, lora_of, processes, split_launch
+from atorch.trainer_configs.keys import Keys, lora_of, read_launcher, split_launch
 from atorch.trainer_configs.setup import NO_EFFECT, Draft, Entry, Kind, Target, TrainingSetup
-from atorch.trainer_configs.shell import command_of
 from atorch.trainer_configs.source import Fields, Source, options_of, values_of
 
 ATTENTION = ("flash_attention", "sdp_attention", "xformers_attention", "flex_attention", "sage_attention")
@@ -35,20 +34,19 @@ def read(source: Source) -> TrainingSetup:
     """See `Target.read`."""
     keys, draft, entries, values = Keys.of("axolotl"), Draft(), list[Entry](), dict(source.data)
     if source.words:
-        command, _ = command_of(source)
-        named = next((word for word in command.words if word.endswith((".yaml", ".yml"))), None)
+        words = source.command
+        named = next((word for word in words if word.endswith((".yaml", ".yml"))), None)
         if named is None:
             raise ArgumentError(f"{source.name} names no file of Axolotl's; give its .yaml")
         values = values_of(source.beside(named))
-        more = command.words[command.words.index(named) + 1 :]
+        more = words[words.index(named) + 1 :]
         end = more.index("--") if "--" in more else len(more)  # words of the launcher follow
-        nodes, per_node, told = processes([*split_launch(command.words)[0], *more[end + 1 :]], command.variables)
+        told = read_launcher([*split_launch(words)[0], *more[end + 1 :]], source.environment, draft)
         given = {name.lstrip("-").replace("-", "_"): value for name, value in options_of(more[:end])[0].items()}
         entries += [Entry("--launcher", given.pop("launcher"), *NO_EFFECT)] if "launcher" in given else []
         is_negated = {key: key.startswith("no_") and key[3:] in keys.names for key in given}
         values |= {key[3:] if is_negated[key] else key: not is_negated[key] and given[key] for key in given}
         entries += [Entry("config", named, "used", "its keys follow"), *told]
-        draft.fields |= {"num_nodes": nodes, "devices_per_node": per_node}
     fields = Fields(source.name, values, "", entries)
     model = values.get("base_model")
     draft.fields["model"] = model if isinstance(model, str) else None

@@ -10,7 +10,7 @@ from typing import Any
 
 from atorch.errors import ArgumentError
 from atorch.files.strict_json import Format, read_json
-from atorch.trainer_configs.setup import NO_EFFECT, Entry, Kind, TrainingSetup
+from atorch.trainer_configs.setup import NO_EFFECT, Draft, Entry, Kind, TrainingSetup
 from atorch.trainer_configs.source import options_of
 
 PROJECTIONS = frozenset(f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down"))
@@ -113,8 +113,8 @@ def split_launch(words: Collection[str]) -> tuple[tuple[str, ...], str, tuple[st
     return (), "", tuple(found[first:])
 
 
-def processes(launcher: Collection[str], variables: Mapping[str, str]) -> tuple[int | None, int | None, list[Entry]]:
-    """Nodes, processes of a node, and the entries of a launcher's options; None for what only a run tells."""
+def read_launcher(launcher: Collection[str], variables: Mapping[str, str], draft: Draft) -> list[Entry]:
+    """Add how many nodes and processes of a node there are, None for what only a run tells; returns the entries."""
     options = options_of(tuple(launcher))[0]
     entries, found = list[Entry](), list[int | None]()
     for names in (NODES, PER_NODE, ALL):
@@ -136,7 +136,8 @@ def processes(launcher: Collection[str], variables: Mapping[str, str]) -> tuple[
     if per_node is None and re.fullmatch(r"[1-9]\d{0,4}", variables.get("NGPU", "")):
         nodes, per_node = nodes or 1, int(variables["NGPU"])
         entries.append(Entry("NGPU", per_node, "used", "processes of a node"))
-    return (nodes or 1 if per_node else nodes), per_node, entries
+    draft.fields |= {"num_nodes": nodes or 1 if per_node else nodes, "devices_per_node": per_node}
+    return entries
 
 
 def torchrun_script(setup: TrainingSetup, name: str, words: Sequence[str], before: Sequence[str] = ()) -> str:

@@ -6,6 +6,7 @@ merged keys are limited before and after they are parsed.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -19,6 +20,7 @@ from atorch.files import read_bytes
 from atorch.files.strict_json import Format, Json, check, parse
 from atorch.trainer_configs.setup import Entry, Kind
 from atorch.trainer_configs.shell import SUFFIXES, is_known, read_script
+from atorch.trainer_configs.shell.words import ASSIGNMENT
 
 if TYPE_CHECKING:
     from atorch.trainer_configs.keys import Keys
@@ -37,13 +39,15 @@ class Source:
         name: the path or the beginning of the command, for messages.
         data: the values of a file.
         words: the words of a command, or of the longest command of a shell script, with variables that the script
-            sets put in.
+            sets put in; they may begin with variables that are set for the command alone.
+        variables: those that a script sets; several values for an array.
         folder: the folder that relative paths begin at.
     """
 
     name: str
     data: Mapping[str, Any] = field(default_factory=dict)
     words: tuple[str, ...] = ()
+    variables: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     folder: Path = field(default_factory=Path)
 
     @classmethod
@@ -59,14 +63,26 @@ class Source:
         if len(given) > 4096 or (not os.path.exists(given) and " " in given.strip()):
             return cls(shown(given, 60), words=read_script(given).main_words)
         if suffix in SUFFIXES:
-            text = read_bytes(path, FORMAT).decode(errors="replace")
-            return cls(given, words=read_script(text).main_words, folder=path.parent)
+            script = read_script(read_bytes(path, FORMAT).decode(errors="replace"))
+            return cls(given, words=script.main_words, variables=script.variables, folder=path.parent)
         if suffix in (".yaml", ".yml", ".json", ".toml"):
             return cls(given, data=values_of(path), folder=path.parent)
         raise ArgumentError(
             f"{shown(given)} is no trainer's configuration; give a .yaml, .json or .toml file, a shell script "
             '(.sh), or a command in quotes, as "torchrun … train.py …"'
         )
+
+    @property
+    def command(self) -> tuple[str, ...]:
+        """The words without the variables that are set for the command alone."""
+        return tuple(itertools.dropwhile(ASSIGNMENT.match, self.words))
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The variables of the script, of an array its first value, and those of the command alone."""
+        alone = (word.partition("=") for word in itertools.takewhile(ASSIGNMENT.match, self.words))
+        of_script = {name: values[0] for name, values in self.variables.items() if values}
+        return of_script | {name: value for name, _, value in alone}
 
     def beside(self, named: str) -> Path:
         """The path of a file that the configuration names: as it is, or else beside the configuration."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from atorch.errors import ArgumentError
 from atorch.trainer_configs.fsdp_settings import read_fsdp, read_parallelism
-from atorch.trainer_configs.keys import Keys, processes, split_launch
+from atorch.trainer_configs.keys import Keys, read_launcher, split_launch
 from atorch.trainer_configs.setup import DTYPES, Draft, Entry, Kind, Target, TrainingSetup, dtype_of
 from atorch.trainer_configs.source import NOT_KNOWN, Fields, Source, options_of, values_of
 
@@ -210,8 +210,7 @@ def read_command(source: Source, draft: Draft, tool: str, first: Sequence[Entry]
         raise ArgumentError(f"{shlex.join(source.words)[:120]} starts no script: there is no word that ends in .py")
     told = first
     if not first:
-        draft.fields["num_nodes"], draft.fields["devices_per_node"], found = processes(launcher, {})
-        told = tuple(entry for entry in found if entry.key != "-m")
+        told = tuple(entry for entry in read_launcher(launcher, {}, draft) if entry.key != "-m")
     given = {name.lstrip("-").replace("-", "_"): value for name, value in options_of(words)[0].items()}
     fields = Fields(source.name, {**arguments_file(source), **given}, "--")
     if len(fields.data) > len(given):

@@ -12,9 +12,8 @@ from itertools import pairwise
 from typing import Any
 
 from atorch.trainer_configs.automodel.recipe import command, lacking, write
-from atorch.trainer_configs.keys import SCHEDULES, Keys, lora_of, processes, split_launch
+from atorch.trainer_configs.keys import SCHEDULES, Keys, lora_of, read_launcher, split_launch
 from atorch.trainer_configs.setup import NO_EFFECT, Draft, Entry, Kind, Target, TrainingSetup, dtype_of
-from atorch.trainer_configs.shell import command_of
 from atorch.trainer_configs.source import Fields, Source, options_of, values_of
 
 STRATEGIES: Mapping[str, str] = {
@@ -38,20 +37,18 @@ def recognises(source: Source) -> bool:
 
 def _values(source: Source, draft: Draft, entries: list[Entry]) -> dict[str, Any]:
     """The values of the recipe, with those that a command overrides; the words none and null are null."""
-    command, _ = command_of(source)
     values: Any = dict(source.data)
-    named = next((word for word in command.words if word.endswith((".yaml", ".yml"))), None)
+    named = next((word for word in source.command if word.endswith((".yaml", ".yml"))), None)
     if named is not None:
         values = values_of(source.beside(named))
         entries.append(Entry("recipe", named, "used", "its keys follow"))
-    options, _ = options_of(command.words)
-    nodes, per_node, told = processes(split_launch(command.words)[0], command.variables)
-    local = str(options.pop("--nproc-per-node", options.pop("--nproc_per_node", "")))
-    if re.fullmatch(r"[1-9]\d{0,4}", local) and per_node is None:
-        nodes, per_node = nodes or 1, int(local)
-        entries.append(Entry("--nproc-per-node", per_node, "used", "processes of a node"))
-    draft.fields |= {"num_nodes": nodes, "devices_per_node": per_node}
+    options, _ = options_of(source.command)
+    told = read_launcher(split_launch(source.command)[0], source.environment, draft)
     entries += [entry for entry in told if entry.key not in ("--config", "-c")]
+    local = str(options.pop("--nproc-per-node", options.pop("--nproc_per_node", "")))
+    if re.fullmatch(r"[1-9]\d{0,4}", local) and draft.fields["devices_per_node"] is None:
+        draft.fields |= {"num_nodes": draft.fields["num_nodes"] or 1, "devices_per_node": int(local)}
+        entries.append(Entry("--nproc-per-node", int(local), "used", "processes of a node"))
     for option, value in options.items():
         *path, last = option.lstrip("-").split(".")
         inside = values

@@ -10,10 +10,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from atorch.trainer_configs.keys import Keys, processes, split_launch
+from atorch.trainer_configs.keys import Keys, read_launcher, split_launch
 from atorch.trainer_configs.megatron.flags import NAME, OPTIMIZERS, SHARDING, SIZES, lacking, write
 from atorch.trainer_configs.setup import Draft, Kind, Target, TrainingSetup
-from atorch.trainer_configs.shell import Command, command_of, is_known
+from atorch.trainer_configs.shell import is_known
 from atorch.trainer_configs.source import Fields, Source, options_of
 
 MARKS = frozenset(
@@ -29,27 +29,22 @@ VOCABULARIES: Mapping[str, int] = {
 
 
 def recognises(source: Source) -> bool:
-    return len(MARKS.intersection(word.partition("=")[0] for word in _words(source)[0].words)) > 1
+    return len(MARKS.intersection(word.partition("=")[0] for word in _words(source))) > 1
 
 
-def _words(source: Source) -> tuple[Command, Mapping[str, tuple[str, ...]]]:
-    """The command; of a file that only sets variables, their words."""
-    command, variables = command_of(source)
-    if source.data or MARKS.intersection(command.words):
-        return command, variables
-    values = [word for name in variables for text in variables[name] for word in text.split()]
-    return (Command(tuple(values), {}), variables) if MARKS.intersection(values) else (command, variables)
+def _words(source: Source) -> tuple[str, ...]:
+    """The words of the command; of a file that only sets variables, those of their values."""
+    values = tuple(word for texts in source.variables.values() for text in texts for word in text.split())
+    return source.command if MARKS.isdisjoint(values) or not MARKS.isdisjoint(source.command) else values
 
 
 def read(source: Source) -> TrainingSetup:
     """See `Target.read`."""
     keys = Keys.of("megatron")
-    command, variables = _words(source)
-    launcher, _, words = split_launch(command.words)
-    alone = {**{name: values[0] for name, values in variables.items() if values}, **command.variables}
-    nodes, per_node, entries = processes(launcher, alone)
+    launcher, _, words = split_launch(_words(source))
+    draft = Draft()
+    entries = read_launcher(launcher, source.environment, draft)
     fields = Fields(source.name, options_of(words, keys.facts["types"]["flag"])[0], "", entries)
-    draft = Draft(num_nodes=nodes, devices_per_node=per_node)
     tensor = _read_mesh(fields, draft)
     _read_sharding(fields, draft)
     _read_precision(fields, draft)
@@ -100,9 +95,8 @@ def _read_pipeline(fields: Fields, draft: Draft) -> None:
     config = {"schedule": "interleaved", **({"interleave": pieces} if pieces > 2 else {})} if pieces > 1 else {}
     note = draft.split("pipeline", stages, "pipeline_parallel", **config)
     if stages > 1:
-        note = (
-            f"pipeline {stages}: stages under 1F1B; atorch keeps buffers of all micro-batches, which Megatron does not"
-        )
+        kept = "atorch keeps buffers of all micro-batches, which Megatron does not"
+        note = f"pipeline {stages}: stages under 1F1B; {kept}"
     fields.tell_used(note, "--pipeline-model-parallel-size")
     many = f"{pieces} pieces of the model on a process, interleaved" if stages > 1 else "there is one stage"
     fields.tell_given(*(("used", many) if layers else ("not expressed", OWN_CUT)), per)

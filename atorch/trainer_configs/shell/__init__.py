@@ -9,24 +9,16 @@ from __future__ import annotations
 
 import ast
 import operator
-import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 from atorch.errors import ArgumentError
-from atorch.files import FileKind, read_bytes
 from atorch.trainer_configs.shell.words import ASSIGNMENT, MAX_DEPTH, Part, ShellWord, tokens_of, word_at
-
-if TYPE_CHECKING:
-    from atorch.trainer_configs.source import Source
 
 MAX_CHARACTERS, MAX_EXPANDED, MAX_NUMBER = 2**17, 2**21, 10**15
 SUFFIXES = (".sh", ".bash", ".slurm", ".sbatch")
-FORMAT = FileKind("script", ArgumentError, max_bytes=MAX_CHARACTERS)
 _RESERVED = frozenset(
     ("if", "then", "elif", "else", "fi", "for", "select", "while", "until", "do", "done", "case", "esac", "{", "}")
 )
@@ -353,19 +345,3 @@ class _Reader:
                 if self.block(frozenset((";;", "esac")), matches, depth) == "esac":
                     return
                 live = live and not matches
-
-
-def command_of(source: Source) -> tuple[Command, Mapping[str, tuple[str, ...]]]:
-    """The longest command of a source, and the variables of its script; a script's file is read again.
-
-    Raises:
-        ArgumentError: as `read_script`.
-    """
-    path = Path(source.name)
-    if not source.data and path.suffix.lower() in SUFFIXES and os.path.isfile(path):
-        script = read_script(read_bytes(path, FORMAT).decode(errors="replace"))
-        return script.main_command, script.variables
-    words, variables = list(source.words), dict[str, str]()
-    while words and (assigned := ASSIGNMENT.match(words[0])) is not None:
-        variables[assigned[1]] = words.pop(0)[assigned.end() :]
-    return Command(tuple(words), variables), {}

@@ -11,9 +11,9 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from atorch.trainer_configs.keys import SCHEDULES, Keys, processes, split_launch
+from atorch.trainer_configs.keys import SCHEDULES, Keys, read_launcher, split_launch
 from atorch.trainer_configs.setup import Draft, Entry, Kind, Target, TrainingSetup
-from atorch.trainer_configs.shell import command_of, is_known
+from atorch.trainer_configs.shell import is_known
 from atorch.trainer_configs.source import Fields, Source, options_of, values_of
 from atorch.trainer_configs.torchtitan.flags import CONTEXT, NAME, TOKENS, lacking, write
 
@@ -54,12 +54,9 @@ def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, An
 
 def _values(source: Source, entries: list[Entry], draft: Draft) -> dict[str, Any]:
     """The values by dotted key: flags over those of the TOML file, early names as the later ones."""
-    command, script_variables = command_of(source)
-    launcher, _, words = split_launch(command.words)
-    variables = {name: found[0] for name, found in script_variables.items() if found} | dict(command.variables)
-    nodes, per_node, told = processes(launcher, variables)
-    entries += told
-    draft.fields |= {"num_nodes": nodes, "devices_per_node": per_node}
+    launcher, _, words = split_launch(source.command)
+    variables = source.environment
+    entries += read_launcher(launcher, variables, draft)
     values = dict(_flat(source.data))
     modes = [word.partition(":")[2] for word in words if re.match(r"activation[-_]checkpoint:", word)]
     options = options_of([word for word in words if not re.match(r"[a-z_-]+:[a-z-]+$", word)])[0]
