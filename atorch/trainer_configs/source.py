@@ -352,8 +352,10 @@ class Fields:
         for fields, key in self._untold():
             value, section = fields.data[key], fields._section
             note = None if keys is None else keys.note_of(section + key, value)
-            names = fields._told.union(() if keys is None else keys.in_section(section))
-            nearest = near_miss(key, names) if names else ""
-            hint = f"; {nearest}" if nearest and not nearest.endswith("…") else ""  # a list without an end helps nobody
-            self._entries.append(Entry(fields.path(key), value, *(note or ("unknown", NOT_KNOWN + hint))))
+            if note is None:
+                names = fields._told.union(() if keys is None else keys.in_section(section))
+                nearest = near_miss(key, names) if names else ""
+                hint = f"; {nearest}" if nearest and not nearest.endswith("…") else ""  # an endless list helps nobody
+                note = "unknown", NOT_KNOWN + hint
+            self._entries.append(Entry(fields.path(key), value, *note))
         return tuple(self._entries)
