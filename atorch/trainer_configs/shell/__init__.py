@@ -186,7 +186,8 @@ class _Reader:
             part, at = word[at:end], end
             if part[0] == "\\":
                 is_kept = is_quoted and part[1:] not in ('"', "\\", "$", "`", "\n")
-                yield [part if is_kept else part[1:].strip("\n")], False
+                text = part if is_kept else part[1:].strip("\n")
+                yield [text] if text else [], False
             elif part[0] == "'" and not is_quoted:
                 yield [part[1:].removesuffix("'")], False
             elif part[0] == '"':
