@@ -28,6 +28,12 @@ SECTIONS: Mapping[str, str | None] = {
 """Sections with the distributed type that reads them; None: any."""
 
 
+def recognises(source: Source) -> bool:
+    keys = ("distributed_type", "fsdp_config", "deepspeed_config", "compute_environment")
+    is_own = any(key in source.data for key in keys) and "per_device_train_batch_size" not in source.data
+    return is_own or {"accelerate", "launch"} <= set(source.words)
+
+
 def read(source: Source) -> TrainingSetup:
     draft = Draft()
     if not source.words:
@@ -322,16 +328,4 @@ def command(setup: TrainingSetup) -> str:
     )
 
 
-TARGET = Target(
-    name="accelerate",
-    title="Accelerate",
-    recognises=lambda source: (
-        bool({"distributed_type", "fsdp_config", "deepspeed_config", "compute_environment"} & set(source.data))
-        and "per_device_train_batch_size" not in source.data
-        or ("accelerate" in source.words and "launch" in source.words)
-    ),
-    read=read,
-    lacking=lacking,
-    write=write,
-    command=command,
-)
+TARGET = Target("accelerate", "Accelerate", recognises, read, lacking, write, command)

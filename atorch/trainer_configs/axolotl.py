@@ -6,13 +6,17 @@ Keys and defaults are those of src/axolotl/utils/schemas at the commit of `known
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
 from atorch.errors import ArgumentError
 from atorch.trainer_configs import transformers
 from atorch.trainer_configs.keys import Keys, lora_of, read_launcher, split_launch
 from atorch.trainer_configs.setup import NO_EFFECT, Draft, Entry, Kind, Target, TrainingSetup
 from atorch.trainer_configs.source import Fields, Source, options_of, values_of
+
+if TYPE_CHECKING:
+    from atorch.auto.strategy import Strategy
 
 ATTENTION = ("flash_attention", "sdp_attention", "xformers_attention", "flex_attention", "sage_attention")
 OPTIMIZERS: Mapping[str, tuple[str, Kind]] = {
@@ -247,12 +251,8 @@ def _read_kernels(fields: Fields, draft: Draft) -> None:
     fields.tell_used(note, "plugins", "cut_cross_entropy", "liger_fused_linear_cross_entropy")
 
 
-TARGET = Target(
-    name="axolotl",
-    title="Axolotl",
-    recognises=recognises,
-    read=read,
-    lacking=lambda strategy: iter(("every method: atorch reads Axolotl's files and writes none",)),
-    write=lambda setup: {},
-    command=lambda setup: "",
-)
+def lacking(strategy: Strategy) -> Iterator[str]:
+    yield "every method: atorch reads Axolotl's files and writes none"
+
+
+TARGET = Target("axolotl", "Axolotl", recognises, read, lacking, lambda setup: {}, lambda setup: "")

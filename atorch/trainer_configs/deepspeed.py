@@ -61,6 +61,12 @@ OPTIMIZERS: Mapping[str, str] = {
 SAME = ("adam", "adamw", "lion", "muon", "sgd", "muadam", "muadamw", "musgd")
 
 
+def recognises(source: Source) -> bool:
+    keys = ("zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu")
+    starts = source.words[:1] == ("deepspeed",) or any(word.startswith("--deepspeed") for word in source.words)
+    return starts or any(key in source.data for key in keys)
+
+
 def read(source: Source) -> TrainingSetup:
     draft = Draft()
     if source.words:
@@ -295,15 +301,4 @@ def command(setup: TrainingSetup) -> str:
     return transformers.torchrun(setup, deepspeed=CONFIG)
 
 
-TARGET = Target(
-    name="deepspeed",
-    title="DeepSpeed",
-    recognises=lambda source: (
-        not {"zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu"}.isdisjoint(source.data)
-        or (source.words[:1] == ("deepspeed",) or any(word.startswith("--deepspeed") for word in source.words))
-    ),
-    read=read,
-    lacking=lacking,
-    write=write,
-    command=command,
-)
+TARGET = Target("deepspeed", "DeepSpeed", recognises, read, lacking, write, command)

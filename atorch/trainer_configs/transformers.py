@@ -37,6 +37,12 @@ ATTENTION: Mapping[str, str] = {
 ADAPTERS = ("use_peft", "lora_r", "lora_rank", "lora_target_modules", "lora_target")
 
 
+def recognises(source: Source) -> bool:
+    is_named = any(word.startswith("--per_device_train_batch_size") for word in source.words)
+    keys = source.data.keys() | arguments_file(source).keys()
+    return is_named or not keys.isdisjoint(("per_device_train_batch_size", "per_gpu_train_batch_size"))
+
+
 def read(source: Source) -> TrainingSetup:
     draft = Draft()
     if source.words:
@@ -329,16 +335,4 @@ def command(setup: TrainingSetup) -> str:
     return torchrun(setup).partition("train.py")[0] + f"train.py {NAME}"
 
 
-TARGET = Target(
-    name="transformers",
-    title="Transformers' TrainingArguments",
-    recognises=lambda source: bool(
-        {"per_device_train_batch_size", "per_gpu_train_batch_size"} & set(source.data)
-        or any(word.startswith("--per_device_train_batch_size") for word in source.words)
-        or "per_device_train_batch_size" in arguments_file(source)
-    ),
-    read=read,
-    lacking=lacking,
-    write=write,
-    command=command,
-)
+TARGET = Target("transformers", "Transformers' TrainingArguments", recognises, read, lacking, write, command)

@@ -309,12 +309,4 @@ def _read_kernels(fields: Fields, distributed: Fields, draft: Draft) -> None:
         fields.within("model").tell("backend", "not expressed", "te_fp8: products are in 16 bits in the estimate")
 
 
-TARGET = Target(
-    name="automodel",
-    title="NeMo AutoModel",
-    recognises=recognises,
-    read=read,
-    lacking=lacking,
-    write=write,
-    command=command,
-)
+TARGET = Target("automodel", "NeMo AutoModel", recognises, read, lacking, write, command)

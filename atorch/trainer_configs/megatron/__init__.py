@@ -279,12 +279,4 @@ def _vocabulary_of(fields: Fields) -> int | None:
     return None if facts is None else int(facts["vocab"])
 
 
-TARGET = Target(
-    name="megatron",
-    title="Megatron-LM",
-    recognises=recognises,
-    read=read,
-    lacking=lacking,
-    write=write,
-    command=lambda setup: f"bash {NAME}",
-)
+TARGET = Target("megatron", "Megatron-LM", recognises, read, lacking, write, lambda setup: f"bash {NAME}")

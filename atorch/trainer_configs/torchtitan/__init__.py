@@ -313,12 +313,4 @@ def _read_float8(fields: Fields, draft: Draft, config: Mapping[str, Any]) -> Non
     fields.tell_used(note[1], "model.converters")
 
 
-TARGET = Target(
-    name="torchtitan",
-    title="torchtitan",
-    recognises=recognises,
-    read=read,
-    lacking=lacking,
-    write=write,
-    command=lambda setup: f"bash {NAME}",
-)
+TARGET = Target("torchtitan", "torchtitan", recognises, read, lacking, write, lambda setup: f"bash {NAME}")
