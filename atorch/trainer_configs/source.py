@@ -219,7 +219,7 @@ class Fields:
         """`prefix`: of keys in entries. `section`: of keys in `Keys`, "" or with a dot at its end."""
         self.source, self.data, self._prefix, self._section = source, data, prefix, section
         self._entries: list[Entry] = [] if entries is None else entries
-        self._told: set[str] = set()
+        self._told, self._known = set[str](), set[str]()
         self._within: dict[str, Fields] = {}
 
     def __contains__(self, key: object) -> bool:
@@ -236,6 +236,7 @@ class Fields:
 
     def tell_given(self, kind: Kind, note: str, *keys: str) -> None:
         """Write the entries of those keys that the configuration has."""
+        self._known.update(keys)
         for key in keys:
             if key in self.data:
                 self.tell(key, kind, note)
@@ -353,7 +354,7 @@ class Fields:
             value, section = fields.data[key], fields._section
             note = None if keys is None else keys.note_of(section + key, value)
             if note is None:
-                names = fields._told.union(() if keys is None else keys.in_section(section))
+                names = (fields._told | fields._known).union(() if keys is None else keys.in_section(section))
                 nearest = near_miss(key, names) if names else ""
                 hint = f"; {nearest}" if nearest and not nearest.endswith("…") else ""  # an endless list helps nobody
                 note = "unknown", NOT_KNOWN + hint
