@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from atorch.errors import ArgumentError
 from atorch.trainer_configs import transformers
-from atorch.trainer_configs.keys import Keys, lora_of, read_launcher, split_launch
+from atorch.trainer_configs.keys import Keys, lora_of, read_launcher, read_optimizer, split_launch
 from atorch.trainer_configs.setup import NO_EFFECT, Draft, Entry, Kind, Target, TrainingSetup
 from atorch.trainer_configs.source import Fields, Source, options_of, values_of
 
@@ -209,11 +209,9 @@ def _read_precision(fields: Fields, draft: Draft) -> None:
         note = f"dtype {dtype}: weights without fp32 copies"
     fields.tell("bf16", told, note)
     fields.tell_used(note, "fp16", "bfloat16", "float16", "float32")
-    kind = fields.word("optimizer")
-    name, exact = OPTIMIZERS.get(kind or "adamw_torch_fused", ("adamw", "not expressed"))
-    knobs |= {"optimizer": name} if name != "adamw" else {}
-    more = "" if exact == "used" else " in the estimate, on devices"
-    fields.tell("optimizer", exact if kind else "assumed", f"optimizer {name}{more}")
+    read_optimizer(fields, "optimizer", OPTIMIZERS, draft)
+    if "optimizer" not in fields:
+        fields.tell("optimizer", "assumed", "optimizer adamw")
 
 
 def _read_kernels(fields: Fields, draft: Draft) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from atorch.trainer_configs import transformers
-from atorch.trainer_configs.keys import Keys
+from atorch.trainer_configs.keys import Keys, read_optimizer
 from atorch.trainer_configs.setup import (
     DTYPES,
     Draft,
@@ -53,12 +53,12 @@ KNOBS: Mapping[str, tuple[str, ...]] = {
     **{"parallel_mode": ("slices",), "offload": ("optimizer", "parameters")},
 }
 """Knobs by method that a file of DeepSpeed can express."""
-OPTIMIZERS: Mapping[str, str] = {
-    **{"adam": "adamw", "adamw": "adamw", "lion": "lion", "muon": "muon", "sgd": "sgd", "adagrad": "lion"},
-    **{"lamb": "adamw", "muadam": "adamw", "muadamw": "adamw", "musgd": "sgd"},
-    **{"onebitadam": "adamw", "zerooneadam": "adamw", "onebitlamb": "adamw"},
+OPTIMIZERS: Mapping[str, tuple[str, Kind]] = {
+    **dict.fromkeys(("adam", "adamw", "muadam", "muadamw"), ("adamw", "used")),
+    **dict.fromkeys(("sgd", "musgd"), ("sgd", "used")),
+    **{"lion": ("lion", "used"), "muon": ("muon", "used"), "adagrad": ("lion", "not expressed")},
+    "auto": ("adamw", "assumed"),
 }
-SAME = ("adam", "adamw", "lion", "muon", "sgd", "muadam", "muadamw", "musgd")
 
 
 def recognises(source: Source) -> bool:
@@ -82,7 +82,7 @@ def read_config(fields: Fields, draft: Draft, filled_by: str = "") -> tuple[Entr
     _read_precision(fields, draft, filled_by)
     _read_batches(fields, draft, filled_by)
     _read_zero(fields, draft)
-    _read_optimizer(fields, draft)
+    read_optimizer(fields.within("optimizer"), "type", OPTIMIZERS, draft)
     _read_parallelism(fields, draft)
     fields.within("activation_checkpointing")
     return fields.finish(Keys.of(TARGET.name))
@@ -194,20 +194,6 @@ def _offloaded(zero: Fields, key: str, old: str, note: str) -> float:
         section.tell("device", "not expressed", f"{note}; atorch has no NVMe, and the estimate has host memory")
     section.tell_used("nothing is offloaded" if device in ("none", "auto") else note, "device")
     return 0.0 if device in ("none", "auto") else float(ratio)
-
-
-def _read_optimizer(fields: Fields, draft: Draft) -> None:
-    section = fields.within("optimizer")
-    kind = section.word("type")
-    if kind is None:
-        return
-    name = OPTIMIZERS.get(kind.lower())
-    if name is None or kind.lower() not in SAME:
-        told: Kind = "not expressed" if name or kind != "auto" else "assumed"
-        section.tell("type", told, f"{name or 'adamw'} in the estimate")
-    section.tell("type", "used", f"optimizer {name}")
-    if name not in (None, "adamw"):
-        draft.knobs["optimizer"] = name
 
 
 def _read_parallelism(fields: Fields, draft: Draft) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from atorch.errors import ArgumentError
 from atorch.files.strict_json import Format, read_json
 from atorch.trainer_configs.setup import NO_EFFECT, Draft, Entry, Kind, TrainingSetup
-from atorch.trainer_configs.source import options_of
+from atorch.trainer_configs.source import Fields, options_of
 
 PROJECTIONS = frozenset(f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down"))
 SCHEDULES: Mapping[str, str] = {
@@ -85,6 +85,15 @@ class Keys:
         for path in (*self.names, *self.notes, *self.read):
             if path.startswith(section):
                 yield path.removeprefix(section)
+
+
+def read_optimizer(fields: Fields, key: str, optimizers: Mapping[str, tuple[str, Kind]], draft: Draft) -> None:
+    """Set the optimizer that a key names, AdamW if it is in no row of the table."""
+    word = fields.word(key)
+    if word is not None:
+        name, kind = optimizers.get(word.lower(), ("adamw", "not expressed"))
+        fields.tell(key, kind, f"optimizer {name}{'' if kind == 'used' else ' in the estimate'}")
+        draft.knobs |= {"optimizer": name} if name != "adamw" else {}
 
 
 def lora_of(rank: int, targets: Any, on_all: bool) -> tuple[str, Kind]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from atorch.errors import ArgumentError
 from atorch.trainer_configs.fsdp_settings import read_fsdp, read_parallelism
-from atorch.trainer_configs.keys import Keys, read_launcher, split_launch
+from atorch.trainer_configs.keys import Keys, read_launcher, read_optimizer, split_launch
 from atorch.trainer_configs.setup import DTYPES, Draft, Entry, Kind, Target, TrainingSetup, dtype_of
 from atorch.trainer_configs.source import NOT_KNOWN, Fields, Source, options_of, values_of
 
@@ -159,11 +159,7 @@ def _read_methods(fields: Fields, draft: Draft) -> None:
     if fields.flag("torch_compile"):
         draft.add("compile")
     fields.tell_used("compile" if fields.flag("torch_compile") else "no compile", "torch_compile")
-    kind = fields.word("optim")
-    if kind is not None:
-        name, told = OPTIMIZERS.get(kind, ("adamw", "not expressed"))
-        fields.tell("optim", told, f"optimizer {name}{'' if told == 'used' else ' in the estimate'}")
-        draft.knobs |= {"optimizer": name} if name != "adamw" else {}
+    read_optimizer(fields, "optim", OPTIMIZERS, draft)
     if isinstance(fields.data.get("accelerator_config"), Mapping):
         more = fields.within("accelerator_config").within("gradient_accumulation_kwargs")
         draft.fields |= {"reduces_each": True} if more.flag("sync_each_batch") else {}
