@@ -12,16 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from atorch.trainer_configs import transformers
 from atorch.trainer_configs.keys import Keys, read_optimizer
-from atorch.trainer_configs.setup import (
-    DTYPES,
-    Draft,
-    Entry,
-    Kind,
-    Target,
-    TrainingSetup,
-    dtype_of,
-    lacking_methods,
-)
+from atorch.trainer_configs.setup import DTYPES, Draft, Entry, Kind, Target, TrainingSetup, dtype_of, lacking_methods
 from atorch.trainer_configs.source import Fields, Source
 
 if TYPE_CHECKING:
