@@ -123,17 +123,11 @@ def _least(plan: Mapping[str, Any]) -> str:
 
 def _report(found: Sequence[Mapping[str, Any]], top: int) -> Any:
     from rich.console import Group
-    from rich.table import Table
     from rich.text import Text
 
-    from atorch.report.text import table
+    from atorch.report.text import named, table
 
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(style="dim", no_wrap=True)
-    grid.add_column(overflow="fold")
-    for name, words in _words(found):
-        grid.add_row(name, Text(words, style="bold" if name in ("what", "do") else ""))
-    parts: list[Any] = [grid]
+    parts: list[Any] = [named(_words(found), bold=("what", "do"))]
     for when, key in (("At the end", "at_end"), ("At the peak of the recorded events", "at_peak")):
         held = found[0].get(key)
         if held and not (key == "at_peak" and held == found[0]["at_end"]):

@@ -10,7 +10,7 @@ from itertools import accumulate, groupby
 from atorch.cost.profile import Segment
 from atorch.cost.state import Cost
 
-StageRanges = tuple[tuple[Segment, float], ...]
+StageParts = tuple[tuple[Segment, float], ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -18,7 +18,7 @@ class StageCost:
     """A stage's parts as `(segment, copies)`, in order; without a pipeline one stage has all of them."""
 
     index: int
-    parts: StageRanges
+    parts: StageParts
     in_flight: float  # micro-batches whose activations it holds at once, in units of all its blocks
     waiting: float = 0.0  # of them, those whose weights' gradients are deferred
 
@@ -28,12 +28,12 @@ class StageCost:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class StageRange:
+class PipelineCut:
     """A cut of a model's segments into the stages of a pipeline."""
 
     segments: tuple[Segment, ...]
-    parts: tuple[StageRanges, ...]  # of each stage
-    runs: tuple[tuple[StageRanges, int], ...]  # run-length encoded: parts, number of consecutive stages
+    parts: tuple[StageParts, ...]  # of each stage
+    runs: tuple[tuple[StageParts, int], ...]  # run-length encoded: parts, number of consecutive stages
     uncovered: tuple[int, ...]  # stages that no earlier stage covers with as many copies of every segment
 
 
@@ -58,7 +58,7 @@ def heaviest_stages(cost: Cost) -> tuple[StageCost, ...]:
 
 
 @lru_cache(maxsize=4096)
-def _heaviest(cut: StageRange, stages: tuple[tuple[int, float, float], ...]) -> tuple[StageCost, ...]:
+def _heaviest(cut: PipelineCut, stages: tuple[tuple[int, float, float], ...]) -> tuple[StageCost, ...]:
     return tuple(StageCost(index, cut.parts[index], held, waiting) for index, held, waiting in stages)
 
 
@@ -91,13 +91,13 @@ def _waiting(cost: Cost, index: int) -> float:
     return min(index + 1.0, cost.num_micro_batches) if cost.schedule == "zero_bubble" and index else 0.0
 
 
-def cut_of(cost: Cost) -> StageRange:
+def cut_of(cost: Cost) -> PipelineCut:
     """The cut of a cost's pipeline into stages. Equal cuts are one object, so caches compare them by identity."""
     return _cut(cost.segments, cost.stages, cost.balances_flops)
 
 
 @lru_cache(maxsize=4096)
-def _cut(segments: tuple[Segment, ...], stages: int, balances_flops: bool) -> StageRange:
+def _cut(segments: tuple[Segment, ...], stages: int, balances_flops: bool) -> PipelineCut:
     cut: list[dict[int, float]] = [{} for _ in range(stages)]
     places = _by_flops(segments, stages) if balances_flops else _by_blocks(segments, stages)
     for position, stage in places:
@@ -106,13 +106,13 @@ def _cut(segments: tuple[Segment, ...], stages: int, balances_flops: bool) -> St
     for stage, held in enumerate(cut):
         if not any(all(cut[earlier].get(at, 0.0) >= held[at] for at in held) for earlier in uncovered):
             uncovered.append(stage)
-    shared: dict[tuple[tuple[int, float], ...], StageRanges] = {}  # equal parts are one object, so groupby is quick
+    shared: dict[tuple[tuple[int, float], ...], StageParts] = {}  # equal parts are one object, so groupby is quick
     parts = [
         shared.setdefault(tuple(held.items()), tuple((segments[position], copies) for position, copies in held.items()))
         for held in cut
     ]
     runs = tuple((run, len(list(alike))) for run, alike in groupby(parts))
-    return StageRange(segments, tuple(parts), runs, tuple(uncovered))
+    return PipelineCut(segments, tuple(parts), runs, tuple(uncovered))
 
 
 def _by_blocks(segments: Sequence[Segment], stages: int) -> Iterator[tuple[int, int]]:

@@ -20,7 +20,7 @@ from atorch.cost.gemm import ProductTimes, peak_flops
 from atorch.cost.kernels import added_elements, micro_batch_bytes, optimizer_bytes, seconds_of_copy
 from atorch.cost.memory_timeline import micro_batch_share
 from atorch.cost.parallelism import EXPERT_AXIS
-from atorch.cost.pipeline_stages import StageRange, StageRanges, cut_of
+from atorch.cost.pipeline_stages import PipelineCut, StageParts, cut_of
 from atorch.cost.profile import Segment, distinct_share, kept_elements
 from atorch.cost.state import Cost
 
@@ -81,7 +81,7 @@ class _MicroBatch(NamedTuple):
 class _Run(NamedTuple):
     """Consecutive stages with equal parts and equal seconds."""
 
-    parts: StageRanges
+    parts: StageParts
     number: int
     micro: _MicroBatch
 
@@ -181,7 +181,7 @@ class StepTimes:
             group = self._groups[key] = group_for(axis, cost, self._links.get(axis[0], self.cluster))
         return group
 
-    def _copies_of(self, cost: Cost, cut: StageRange) -> _Copies:
+    def _copies_of(self, cost: Cost, cut: PipelineCut) -> _Copies:
         """Copies of segments. Recomputation changes blocks alone, so other segments are cached without it."""
         added = cost.grad_itemsize if cost.adds_in_products else 0.0
         times, waiting_s = cost.num_micro_batches if cost.fp8_once else 1.0, self._waiting_seconds(cost)
@@ -291,7 +291,7 @@ def step_seconds(cost: Cost, cluster: ClusterSpec) -> float:
     return step_time(cost, cluster).total_s
 
 
-def _micro_batch(cost: Cost, parts: StageRanges, copies: _Copies, totals: _Totals, cluster: ClusterSpec) -> _MicroBatch:
+def _micro_batch(cost: Cost, parts: StageParts, copies: _Copies, totals: _Totals, cluster: ClusterSpec) -> _MicroBatch:
     """A GPU launches the next operations while one runs, so the longer of launching and running counts; a CPU adds."""
     sums, blocks = [0.0] * len(_Copy._fields), 0.0
     for segment, count in parts:

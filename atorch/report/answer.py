@@ -39,7 +39,7 @@ from atorch.report.figures import (
     usable_bytes,
     varied,
 )
-from atorch.report.text import Sized, table
+from atorch.report.text import Sized, named, one_line, table
 from atorch.report.training import compared, of_search
 from atorch.units import format_bytes, format_seconds
 
@@ -97,12 +97,7 @@ def _solved(plan: PlanData) -> Iterator[RenderableType]:
 
 def answer_summary(plan: PlanData, title: str = "") -> RenderableType:
     """The first lines: the choice and its main figures."""
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(style="dim", no_wrap=True)
-    grid.add_column(overflow="fold")
-    for name, words in summary(plan):
-        grid.add_row(name, Text(words, style="bold" if name in ("chosen", "step") else ""))
-    return Group(Text(headline(plan, title), style="dim", no_wrap=True, overflow="ellipsis"), grid)
+    return Group(one_line(headline(plan, title)), named(summary(plan), bold=("chosen", "step")))
 
 
 def _spent(plan: PlanData) -> RenderableType:
@@ -195,22 +190,12 @@ def _listed(title: str, lines: Iterable[str]) -> RenderableType:
 
 def explanation_report(data: Mapping[str, Any], title: str = "", max_rows: int = MAX_ROWS) -> RenderableType:
     """A trainer's configuration as a rich renderable: each key, the estimate, the changes that gain, the best plan."""
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(style="dim", no_wrap=True)
-    grid.add_column(overflow="fold")
-    for name, words in explained(data):
-        grid.add_row(name, Text(words, style="bold" if name in ("methods", "fits") else ""))
-    parts: list[RenderableType] = [Text(headline(data, title), style="dim", no_wrap=True, overflow="ellipsis"), grid]
+    parts: list[RenderableType] = [one_line(headline(data, title)), named(explained(data), bold=("methods", "fits"))]
     parts += ["", _spent(data), _legend(data), ""]
     listed = [entry for entry in data["entries"] if entry["kind"] != "no effect"]
     rows = [(entry["key"], setting(entry["value"]), entry["kind"], entry["note"]) for entry in listed]
-    parts.append(
-        table(
-            f"{data['source']}, read as {data['trainer']}'{'' if data['trainer'].endswith('s') else 's'}",
-            ("key", "value", "", "meaning"),
-            rows,
-        )
-    )
+    whose = f"{data['trainer']}'{'' if data['trainer'].endswith('s') else 's'}"
+    parts.append(table(f"{data['source']}, read as {whose}", ("key", "value", "", "meaning"), rows))
     idle = [entry["key"] for entry in data["entries"] if entry["kind"] == "no effect"]
     if idle:
         parts.append(Text(f"No effect on memory or time: {', '.join(idle)}.", style="dim"))
@@ -230,13 +215,12 @@ def clusters_report(answers: Answers, title: str = "") -> RenderableType:
     def drawn(width: int) -> RenderableType:
         number = max(1, (width - NAMES) // EACH)
         parts = (_columns(answers[start : start + number], fastest) for start in range(0, len(answers), number))
-        return Group(Text(title, style="dim", no_wrap=True, overflow="ellipsis"), *parts, *notes)
+        return Group(one_line(title), *parts, *notes)
 
     return Sized(drawn)
 
 
 def _columns(answers: Answers, fastest: float) -> RenderableType:
-
     drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     drawn.add_column("", no_wrap=True, style="dim")
     for name, _ in answers:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from atorch.report.figures import band, composition, memory_band, slower, usable_bytes
+from atorch.report.figures import composition, slower, taken
 from atorch.units import format_bytes, format_seconds
 
 MAX_VALUE = 40  # characters of a value
@@ -14,15 +14,9 @@ MAX_VALUE = 40  # characters of a value
 
 def explained(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """(name, words) of the first lines: the methods, what they take, the verdict, and the best plan."""
-    estimate, best = data["estimate"], data["best"]
+    best = data["best"]
     yield "methods", composition(data["strategy"])
-    tokens = f", {estimate['tokens_per_s']:,.0f} tokens a second" if estimate.get("tokens_per_s") else ""
-    yield "step", f"{format_seconds(estimate['step_s'])}{f' ({band(estimate)})' if band(estimate) else ''}{tokens}"
-    between = f" ({memory_band(estimate)})" if memory_band(estimate) else ""
-    usable = f"{format_bytes(usable_bytes(data))} of {format_bytes(data['memory_bytes'])} usable"
-    yield "memory", f"{format_bytes(estimate['peak_bytes'])} a device{between}, {usable}"
-    if estimate.get("on_host_bytes"):
-        yield "host", f"{format_bytes(estimate['on_host_bytes'])} of its memory for each device"
+    yield from taken(data)
     yield "fits", verdict(data)
     for reason in data["refusals"]:
         yield "note", f"atorch itself would refuse this: {reason}"

@@ -122,8 +122,8 @@ def facts(plan: PlanData) -> Iterator[tuple[str, str]]:
         yield "tokens a step", f"{estimate['tokens_per_s'] * estimate['step_s']:,.0f}"
 
 
-def summary(plan: PlanData) -> Iterator[tuple[str, str]]:
-    """(name, words) of the choice and of the search, for the first lines on a terminal."""
+def taken(plan: PlanData) -> Iterator[tuple[str, str]]:
+    """(name, words) of the time and the memory that a step takes."""
     estimate = plan["estimate"]
     expected = f" ({band(estimate)})" if band(estimate) else ""
     paces = "".join(f", {figure} {unit} a second" for unit, figure in _paces(estimate))
@@ -136,7 +136,12 @@ def summary(plan: PlanData) -> Iterator[tuple[str, str]]:
     usable = _with_one_unit(usable_bytes(plan), "of", plan["memory_bytes"])
     yield "memory", f"{format_bytes(estimate['peak_bytes'])} a device{stage}{between}, {usable} usable"
     yield "host", _on_host(plan)
-    if written := estimate.get("checkpoint_bytes"):
+
+
+def summary(plan: PlanData) -> Iterator[tuple[str, str]]:
+    """(name, words) of the choice and of the search, for the first lines on a terminal."""
+    yield from taken(plan)
+    if written := plan["estimate"].get("checkpoint_bytes"):
         yield "save", saved(written)
     yield "chosen", composition(plan["strategy"])
     yield from remarks(plan)

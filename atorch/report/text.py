@@ -10,7 +10,7 @@ import itertools
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -38,6 +38,21 @@ class Sized:
         yield self.made(options.max_width)
 
 
+def named(rows: Iterable[tuple[str, str]], bold: Collection[str]) -> Table:
+    """Names beside words, which are bold for the names in `bold`."""
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for name, words in rows:
+        grid.add_row(name, Text(words, style="bold" if name in bold else ""))
+    return grid
+
+
+def one_line(text: str) -> Text:
+    """A text that is cut at the end of the line."""
+    return Text(text, style="dim", no_wrap=True, overflow="ellipsis")
+
+
 def table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> Sized:
     """A table whose long cells fold; a heading that begins with ">" marks a column of figures, which do not fold."""
     listed = list(rows)
@@ -49,7 +64,6 @@ def table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> Siz
 
 
 def _drawn(title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> RenderableType:
-
     drawn = Table(title=title, title_justify="left", show_header=any(head))
     for name in head:
         is_figure = name.startswith(">")
@@ -172,7 +186,6 @@ def _sorted(rejected: Rejections) -> list[Mapping[str, Any]]:
 
 
 def _left_out(rejected: Rejections, max_rows: int | None) -> list[RenderableType]:
-
     rest = [] if max_rows is None else _sorted(rejected)[max_rows:]
     return [Text(left_out(rest), style="dim")] if rest else []
 

@@ -10,28 +10,28 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from atorch.trainer_configs import deepspeed, transformers
-from atorch.trainer_configs.deepspeed_keys import STAGES
+from atorch.trainer_configs.deepspeed import STAGES
 from atorch.trainer_configs.fsdp_settings import PARALLEL, read_fsdp, read_parallelism
-from atorch.trainer_configs.setup import IRRELEVANT, Draft, Entry, Kind, Target, TrainingSetup, lacking_methods
-from atorch.trainer_configs.source import Fields, Source, values_of, yaml_text
+from atorch.trainer_configs.keys import Keys, split_launch
+from atorch.trainer_configs.setup import Draft, Entry, Kind, Target, TrainingSetup, lacking_methods
+from atorch.trainer_configs.source import Fields, Source, options_of, values_of, yaml_text
 
 if TYPE_CHECKING:
     from atorch.auto.strategy import Strategy
 
 NAME = "accelerate.yaml"
 TYPES = ("NO", "MULTI_GPU", "MULTI_XPU", "MULTI_HPU", "MULTI_NPU", "MULTI_CPU", "DEEPSPEED", "FSDP", "MEGATRON_LM")
-ROOT: Mapping[str, tuple[Kind, str]] = dict.fromkeys(
-    ("compute_environment", "machine_rank", "main_process_ip", "main_process_port", "main_training_function", "debug",
-     "rdzv_backend", "same_network", "use_cpu", "enable_cpu_affinity", "tpu_name", "tpu_zone", "tpu_use_cluster",
-     "tpu_use_sudo", "tpu_env", "tpu_vm", "command_file", "commands", "gpu_ids", "downcast_bf16", "mpirun_config",
-     "deepspeed_hostfile", "config_file"),
-    ("no effect", "for starting processes alone"),
-)  # fmt: skip
 SECTIONS: Mapping[str, str | None] = {
     **{"fsdp_config": "FSDP", "deepspeed_config": "DEEPSPEED", "megatron_lm_config": "MEGATRON_LM"},
     **dict.fromkeys(("parallelism_config", "fp8_config", "dynamo_config")),
 }
 """Sections with the distributed type that reads them; None: any."""
+
+
+def recognises(source: Source) -> bool:
+    keys = ("distributed_type", "fsdp_config", "deepspeed_config", "compute_environment")
+    is_own = any(key in source.data for key in keys) and "per_device_train_batch_size" not in source.data
+    return is_own or {"accelerate", "launch"} <= set(source.words)
 
 
 def read(source: Source) -> TrainingSetup:
@@ -40,8 +40,7 @@ def read(source: Source) -> TrainingSetup:
         fields = Fields(source.name, source.data)
         entries = read_config(fields, draft, source)
         return draft.setup(TARGET.name, (*entries, Entry("precision", None, "used", draft.set_precision())))
-    launcher, _ = transformers.split_command(source.words)
-    values = _values_of_options(launcher, source)
+    values = _values_of_options(options_of(split_launch(source.words)[0])[0], source)
     first = read_config(Fields(source.name, values), draft, source, is_launched=True)
     return transformers.read_command(source, draft, TARGET.name, first)
 
@@ -52,19 +51,12 @@ def _values_of_options(options: Mapping[str, Any], source: Source) -> dict[str, 
     named = options.get("--config_file", options.get("--config-file"))
     if named is not None:
         values = values_of(source.beside(str(named)))
-    kinds = {
-        "use_fsdp": "FSDP",
-        "use_deepspeed": "DEEPSPEED",
-        "multi_gpu": "MULTI_GPU",
-        "use_megatron_lm": "MEGATRON_LM",
-    }
-    prefixes = {"fsdp_": "fsdp_config", PARALLEL: "parallelism_config", "megatron_lm_": "megatron_lm_config"}
-    prefixes |= {"dynamo_": "dynamo_config", "fp8_": "fp8_config", "deepspeed_": "deepspeed_config"}
+    prefixes = {section.removesuffix("config"): section for section in SECTIONS}
     prefixes |= dict.fromkeys(("zero_stage", "offload_", "zero3_", "gradient_"), "deepspeed_config")
     for option, value in options.items():
         key = option.lstrip("-").replace("-", "_")
-        if key in kinds:
-            values["distributed_type"] = kinds[key]
+        if key in ("use_fsdp", "use_deepspeed", "use_megatron_lm", "multi_gpu"):
+            values["distributed_type"] = key.removeprefix("use_").upper()
             continue
         section = next((name for prefix, name in prefixes.items() if key.startswith(prefix)), None)
         if section is None:
@@ -89,19 +81,15 @@ def read_config(fields: Fields, draft: Draft, source: Source, is_launched: bool 
         _read_megatron(fields.within("megatron_lm_config"), draft)
     if fields.data.get("parallelism_config"):
         read_parallelism(fields.within("parallelism_config"), draft)
-    _read_dynamo(fields.within("dynamo_config"), draft)
+    fields.within("dynamo_config").prefix_keys("dynamo_")
+    for found in (fields, fields.within("dynamo_config")):
+        _read_dynamo(found, draft)
     _read_fp8(fields.within("fp8_config"), draft)
     for key, reader in SECTIONS.items():
         section = fields.within(key)
         if reader not in (None, kind):
-            section.tell_all(dict.fromkeys(section.data, ("no effect", f"distributed_type is {kind}")))
-    if "dynamo_backend" in fields:
-        word = str(fields.data["dynamo_backend"]).lower()
-        if word not in ("no", "false"):
-            draft.add("compile")
-        fields.tell("dynamo_backend", "used", "no compile" if word in ("no", "false") else "compile")
-    fields.tell_all(ROOT)
-    return fields.finish((*ROOT, *SECTIONS, "mixed_precision", "num_processes", "num_machines", "distributed_type"))
+            section.tell_given("no effect", f"distributed_type is {kind}", *section.data)
+    return fields.finish(Keys.of(TARGET.name))
 
 
 def _type_of(fields: Fields) -> str:
@@ -118,11 +106,11 @@ def _type_of(fields: Fields) -> str:
 
 
 def _read_processes(fields: Fields, draft: Draft, kind: str, is_launched: bool) -> None:
-    nodes, world = fields.whole("num_machines", 1), fields.whole("num_processes", -1)
+    nodes, world = fields.whole("num_machines"), fields.whole("num_processes", -1)
     if kind == "NO":
         nodes, world = 1, 1
-        single: tuple[Kind, str] = ("no effect", "one process is started: distributed_type is NO")
-        fields.tell_all(dict.fromkeys(("num_processes", "num_machines"), single))
+        note = "one process is started: distributed_type is NO"
+        fields.tell_given("no effect", note, "num_processes", "num_machines")
     if world is not None and world < 1:
         fields.tell("num_processes", "assumed", "it is given when the job is launched: give --cluster")
         world = None
@@ -132,11 +120,6 @@ def _read_processes(fields: Fields, draft: Draft, kind: str, is_launched: bool) 
         draft.fields |= {"num_nodes": nodes or 1, "devices_per_node": world // (nodes or 1)}
     elif nodes is not None and not is_launched:
         draft.fields["num_nodes"] = nodes
-    fields.tell_all({
-        "num_processes": ("used", "processes on all machines together"),
-        "num_machines": ("used", "nodes"),
-        "num_cpu_threads_per_process": IRRELEVANT,
-    })  # fmt: skip
 
 
 def _read_precision(fields: Fields, draft: Draft) -> None:
@@ -145,16 +128,14 @@ def _read_precision(fields: Fields, draft: Draft) -> None:
     word = "no" if value is None else value
     if value is False:
         word = "no"
-        fields.tell(
-            "mixed_precision", "assumed", "no: an unquoted no is false in YAML, which Accelerate stumbles on; quote it"
-        )
+        note = "no: an unquoted no is false in YAML, which Accelerate stumbles on; quote it"
+        fields.tell("mixed_precision", "assumed", note)
     if "mixed_precision" not in fields and fields.flag("fp16"):
         word = "fp16"
-    fields.tell_all({"fp16": ("used", "the old form of mixed_precision")})
     if not isinstance(word, str) or word.lower() not in ("no", "fp16", "bf16", "fp8"):
         raise fields.invalid("mixed_precision", "it is no, fp16, bf16 or fp8")
     draft.precision = None if word.lower() == "no" else word.lower()
-    fields.tell_all({"mixed_precision": ("used", "products in 16 bits" if draft.precision else "no 16-bit numbers")})
+    fields.tell_used("products in 16 bits" if draft.precision else "no 16-bit numbers", "mixed_precision")
 
 
 def _read_deepspeed(fields: Fields, draft: Draft, source: Source) -> None:
@@ -170,46 +151,35 @@ def _read_deepspeed(fields: Fields, draft: Draft, source: Source) -> None:
         more = deepspeed.read_config(Fields(named, values), draft, "Accelerate")
         fields.extend(more)
     else:
-        devices = {key: fields.word(key) for key in ("offload_optimizer_device", "offload_param_device")}
-        stage = fields.whole("zero_stage")
-        config: dict[str, Any] = {
-            "train_batch_size": "auto",
-            "zero_optimization": {
-                "stage": 2 if stage is None else stage,
-                "offload_optimizer": {"device": devices["offload_optimizer_device"] or "none"},
-                "offload_param": {"device": devices["offload_param_device"] or "none"},
-            },
-        }
-        if draft.precision in ("bf16", "fp16", "fp8"):
-            config["fp16" if draft.precision == "fp16" else "bf16"] = {"enabled": True}
-        draft.fields["accumulation"] = fields.whole("gradient_accumulation_steps", 1)
-        deepspeed.read_config(Fields(source.name, config), draft)
-        number = 2 if stage is None else stage
-        default = "2, Accelerate's default: " if stage is None else ""
-        fields.tell("zero_stage", "used" if stage is not None else "assumed", default + STAGES[number][1])
-        held = draft.config("offload") or {}
-        for key, kept in (("offload_optimizer_device", "optimizer"), ("offload_param_device", "parameters")):
-            if devices[key] not in (None, "none"):
-                is_host = devices[key] == "cpu"
-                note = f"offload: {kept} in host memory" if kept in held else f"stage {number} keeps them on devices"
-                kind: Kind = "no effect" if kept not in held else "used" if is_host else "not expressed"
-                fields.tell(key, kind, note if is_host else f"{note}; atorch has no NVMe")
-            fields.tell_all({key: ("used", "nothing is offloaded")})
-        fields.tell_all({"gradient_accumulation_steps": ("used", "micro-batches of a step")})
-    fields.tell_all({
-        **dict.fromkeys(("offload_optimizer_nvme_path", "offload_param_nvme_path", "gradient_clipping"), IRRELEVANT),
-        **dict.fromkeys(("zero3_init_flag", "zero3_save_16bit_model"), ("no effect", "for loading and saving alone")),
-        **dict.fromkeys(("deepspeed_multinode_launcher", "deepspeed_hostfile", "deepspeed_exclusion_filter",
-                         "deepspeed_inclusion_filter", "deepspeed_config_file"), ("no effect", "for starting alone")),
-        "deepspeed_moe_layer_cls_names": ("not expressed", "atorch gathers and reduces block by block"),
-    })  # fmt: skip
+        _read_plugin(fields, draft)
+
+
+def _read_plugin(fields: Fields, draft: Draft) -> None:
+    """The keys of `DeepSpeedPlugin`, as the configuration of DeepSpeed that it makes of them."""
+    keys = {"offload_optimizer_device": "optimizer", "offload_param_device": "parameters"}
+    devices = {key: fields.word(key) or "none" for key in keys}
+    stage = fields.whole("zero_stage", 0, 2)
+    zero = {"stage": stage} | {key.removesuffix("_device"): {"device": device} for key, device in devices.items()}
+    config: dict[str, Any] = {"train_batch_size": "auto", "zero_optimization": zero}
+    if draft.precision in ("bf16", "fp16", "fp8"):
+        config["fp16" if draft.precision == "fp16" else "bf16"] = {"enabled": True}
+    draft.fields["accumulation"] = fields.whole("gradient_accumulation_steps")
+    deepspeed.read_config(Fields(fields.source, config), draft)
+    default = "" if "zero_stage" in fields else "2, Accelerate's default: "
+    fields.tell_setting("zero_stage", default + STAGES[stage or 0][1])
+    held = draft.config("offload") or {}
+    for key, kept in keys.items():
+        if devices[key] != "none":
+            is_host = devices[key] == "cpu"
+            note = f"offload: {kept} in host memory" if kept in held else f"stage {stage} keeps them on devices"
+            kind: Kind = "no effect" if kept not in held else "used" if is_host else "not expressed"
+            fields.tell(key, kind, note if is_host else f"{note}; atorch has no NVMe")
 
 
 def _read_megatron(fields: Fields, draft: Draft) -> None:
-    size = {key: fields.whole(f"megatron_lm_{key}", 1) for key in ("tp_degree", "pp_degree", "context_parallel_size")}
-    draft.split("tensor", size["tp_degree"], "tensor_parallel")
-    draft.split("pipeline", size["pp_degree"], "pipeline_parallel")
-    draft.split("context", size["context_parallel_size"], "context_parallel")
+    axes = {"tp_degree": "tensor", "pp_degree": "pipeline", "context_parallel_size": "context"}
+    for key, axis in axes.items():
+        draft.split(axis, fields.whole(f"megatron_lm_{key}"), f"{axis}_parallel")
     if fields.flag("megatron_lm_sequence_parallelism") and draft.has("tensor_parallel"):
         draft.add("sequence_parallel", mode="megatron")
     if fields.flag("megatron_lm_use_distributed_optimizer"):
@@ -220,40 +190,20 @@ def _read_megatron(fields: Fields, draft: Draft) -> None:
         draft.add("checkpoint")
     if draft.precision:
         draft.add("half", dtype="fp16" if draft.precision == "fp16" else "bf16")
-    draft.fields["accumulation"] = fields.whole("megatron_lm_num_micro_batches", 1)
-    used = {
-        "tp_degree": "tensor_parallel",
-        "pp_degree": "pipeline_parallel",
-        "context_parallel_size": "context_parallel",
-        "sequence_parallelism": "sequence_parallel (megatron)",
-        "use_distributed_optimizer": "zero1",
-        "recompute_activations": "checkpoint (selective)",
-        "recompute_granularity": "checkpoint",
-        "num_micro_batches": "micro-batches of a step",
-    }
-    fields.tell_all({f"megatron_lm_{key}": ("used", note) for key, note in used.items()})
-    fields.tell_all({"megatron_lm_expert_model_parallel_size": ("not expressed", "there is no axis for experts")})
-    fields.tell_all(dict.fromkeys((key for key in fields.data if key.startswith("megatron_lm_")), IRRELEVANT))
+    draft.fields["accumulation"] = fields.whole("megatron_lm_num_micro_batches")
 
 
 def _read_dynamo(fields: Fields, draft: Draft) -> None:
-    fields.prefix_keys("dynamo_")
     backend = str(fields.data.get("dynamo_backend") or "no").lower()
     if backend not in ("no", "false"):
         draft.add("compile", **({} if backend == "inductor" else {"backend": backend}))
-    note = "no compile" if backend in ("no", "false") else "compile"
-    regional = "compile works block by block in any case"
-    fields.tell_all({
-        "dynamo_backend": ("used", note),
-        "dynamo_use_regional_compilation": ("used", regional),
-        **dict.fromkeys(("dynamo_mode", "dynamo_use_dynamic", "dynamo_use_fullgraph"), IRRELEVANT),
-    })  # fmt: skip
+    fields.tell_used("no compile" if backend in ("no", "false") else "compile", "dynamo_backend")
 
 
 def _read_fp8(fields: Fields, draft: Draft) -> None:
     fields.prefix_keys("fp8_")
     if draft.precision != "fp8":
-        fields.tell_all(dict.fromkeys(fields.data, ("no effect", "mixed_precision is not fp8")))
+        fields.tell_given("no effect", "mixed_precision is not fp8", *fields.data)
         return
     word = str(fields.data.get("fp8_backend") or "TE").upper()
     if word not in ("TE", "AO", "MSAMP"):
@@ -262,7 +212,6 @@ def _read_fp8(fields: Fields, draft: Draft) -> None:
     draft.add("fp8", exclude=["head"])
     told: Kind = known if "fp8_backend" in fields else "assumed"
     fields.tell("fp8_backend", told, f"{word}: fp8 in linear layers, but for the head")
-    fields.tell_all(dict.fromkeys(fields.data, IRRELEVANT))
 
 
 ABSENT: Mapping[str, str] = {
@@ -278,12 +227,8 @@ KNOBS: Mapping[str, tuple[str, ...]] = {
 """Knobs by method that a file of Accelerate can express."""
 
 
-def lacks(strategy: Strategy) -> tuple[str, ...]:
+def lacking(strategy: Strategy) -> Iterator[str]:
     """See `Target.lacks`."""
-    return tuple(_lacking(strategy))
-
-
-def _lacking(strategy: Strategy) -> Iterator[str]:
     names = strategy.names()
     yield from lacking_methods(strategy, ABSENT, KNOBS)
     for method in strategy:
@@ -291,18 +236,18 @@ def _lacking(strategy: Strategy) -> Iterator[str]:
             yield f"{method}: FSDP offloads parameters with their states, all of them"
     sizes = {axis: size for method in strategy for axis, size in getattr(method, "slices", ())}
     is_fsdp = not {"fsdp", "zero2"}.isdisjoint(names)
-    has_all = "ddp" in names or is_fsdp  # a part of a strategy may get its other methods later
-    if "offload" in names and has_all and not is_fsdp:
+    is_ddp = "ddp" in names  # a part of a strategy, without either, may get one of them later
+    if "offload" in names and is_ddp:
         yield "offload without FSDP: Accelerate offloads what FSDP shards"
-    if any(sizes.get(axis, 1) > 1 for axis in ("tensor", "context")) and has_all and not is_fsdp:
+    if any(sizes.get(axis, 1) > 1 for axis in ("tensor", "context")) and is_ddp:
         yield "tensors or context without FSDP: Accelerate has them with FSDP"
     if sizes.get("sequence", 1) > 1 or "sequence_parallel" in names:
         yield "sequence_parallel: Accelerate has it under DeepSpeed: --export deepspeed"
-    if "half" in names and has_all and not is_fsdp:
+    if "half" in names and is_ddp:
         yield "half without FSDP: Accelerate has 16-bit weights with fp32 copies under FSDP alone"
     if "amp_native" in names and is_fsdp:
         yield "amp_native with FSDP: Accelerate gathers weights in 16 bits, as half does"
-    if any(getattr(method, "offload_to_cpu", False) for method in strategy) and has_all and not is_fsdp:
+    if any(getattr(method, "offload_to_cpu", False) for method in strategy) and is_ddp:
         yield "checkpoint with offload_to_cpu: Accelerate has it with FSDP"
 
 
@@ -376,16 +321,4 @@ def command(setup: TrainingSetup) -> str:
     )
 
 
-TARGET = Target(
-    name="accelerate",
-    title="Accelerate",
-    recognises=lambda source: (
-        bool({"distributed_type", "fsdp_config", "deepspeed_config", "compute_environment"} & set(source.data))
-        and "per_device_train_batch_size" not in source.data
-        or ("accelerate" in source.words and "launch" in source.words)
-    ),
-    read=read,
-    lacks=lacks,
-    write=write,
-    command=command,
-)
+TARGET = Target("accelerate", "Accelerate", recognises, read, lacking, write, command)

@@ -11,24 +11,25 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from atorch.trainer_configs import transformers
-from atorch.trainer_configs.deepspeed_keys import (
-    AUTOCAST,
-    BATCHES,
-    BY_SCRIPT,
-    CHECKPOINTING,
-    NOTES,
-    OFFLOADING,
-    SCALING,
-    STAGES,
-    ZERO_NOTES,
-)
-from atorch.trainer_configs.setup import IRRELEVANT, Draft, Entry, Kind, Target, TrainingSetup, lacking_methods
+from atorch.trainer_configs.keys import TORCHRUN, Keys, read_optimizer
+from atorch.trainer_configs.setup import DTYPES, Draft, Entry, Kind, Target, TrainingSetup, dtype_of, lacking_methods
 from atorch.trainer_configs.source import Fields, Source
 
 if TYPE_CHECKING:
     from atorch.auto.strategy import Strategy
 
 CONFIG = "ds_config.json"
+BATCHES: Mapping[str, tuple[str, str]] = {
+    "train_batch_size": ("global_batch", "samples of a step on all devices"),
+    "train_micro_batch_size_per_gpu": ("micro_batch", "samples of a micro-batch"),
+    "gradient_accumulation_steps": ("accumulation", "micro-batches of a step"),
+}
+STAGES: Mapping[int, tuple[str, str]] = {
+    0: ("ddp", "ddp: every process holds all"),
+    1: ("zero1", "zero1: optimizer states are sharded"),
+    2: ("zero2", "zero2: gradients and optimizer states are sharded"),
+    3: ("fsdp", "fsdp: parameters, gradients and optimizer states are sharded"),
+}
 HALF = "half: weights in {}, and fp32 copies that the optimizer steps"
 ABSENT: Mapping[str, str] = {
     "chunk": "DeepSpeed offloads whole kinds of state, without a budget",
@@ -43,17 +44,18 @@ KNOBS: Mapping[str, tuple[str, ...]] = {
     **{"parallel_mode": ("slices",), "offload": ("optimizer", "parameters")},
 }
 """Knobs by method that a file of DeepSpeed can express."""
-OPTIMIZERS: Mapping[str, str] = {
-    **{"adam": "adamw", "adamw": "adamw", "lion": "lion", "muon": "muon", "sgd": "sgd", "adagrad": "lion"},
-    **{"lamb": "adamw", "muadam": "adamw", "muadamw": "adamw", "musgd": "sgd"},
-    **{"onebitadam": "adamw", "zerooneadam": "adamw", "onebitlamb": "adamw"},
+OPTIMIZERS: Mapping[str, tuple[str, Kind]] = {
+    **dict.fromkeys(("adam", "adamw", "muadam", "muadamw"), ("adamw", "used")),
+    **dict.fromkeys(("sgd", "musgd"), ("sgd", "used")),
+    **{"lion": ("lion", "used"), "muon": ("muon", "used"), "adagrad": ("lion", "not expressed")},
+    "auto": ("adamw", "assumed"),
 }
-SAME = ("adam", "adamw", "lion", "muon", "sgd", "muadam", "muadamw", "musgd")
-DTYPES: Mapping[str, str] = {
-    **{"bf16": "bf16", "bfloat16": "bf16", "torch.bfloat16": "bf16", "fp16": "fp16", "float16": "fp16"},
-    **{"torch.float16": "fp16", "half": "fp16", "fp32": "fp32", "float32": "fp32"},
-}
-NAMES: Mapping[str, str] = {"fp16": "float16", "bf16": "bfloat16"}
+
+
+def recognises(source: Source) -> bool:
+    keys = ("zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu")
+    starts = source.words[:1] == ("deepspeed",) or any(word.startswith("--deepspeed") for word in source.words)
+    return starts or any(key in source.data for key in keys)
 
 
 def read(source: Source) -> TrainingSetup:
@@ -71,17 +73,10 @@ def read_config(fields: Fields, draft: Draft, filled_by: str = "") -> tuple[Entr
     _read_precision(fields, draft, filled_by)
     _read_batches(fields, draft, filled_by)
     _read_zero(fields, draft)
-    _read_optimizer(fields, draft)
+    read_optimizer(fields.within("optimizer"), "type", OPTIMIZERS, draft)
     _read_parallelism(fields, draft)
-    fields.within("activation_checkpointing").tell_all(dict.fromkeys(CHECKPOINTING, BY_SCRIPT))
-    fields.tell_all(NOTES)
-    return fields.finish((*NOTES, *KNOWN))
-
-
-KNOWN = (
-    *("zero_optimization", "fp16", "bf16", "bfloat16", "amp", "torch_autocast", "optimizer", "tensor_parallel"),
-    *("pipeline", "activation_checkpointing", "sequence_parallel_size", "data_parallel_size", *BATCHES),
-)
+    fields.within("activation_checkpointing")
+    return fields.finish(Keys.of(TARGET.name))
 
 
 def _read_precision(fields: Fields, draft: Draft, filled_by: str) -> None:
@@ -89,7 +84,6 @@ def _read_precision(fields: Fields, draft: Draft, filled_by: str) -> None:
     is_on: dict[str, bool] = {}
     for key, dtype in (("bf16", "bf16"), ("bfloat16", "bf16"), ("fp16", "fp16")):
         section = fields.within(key)
-        section.tell_all(dict.fromkeys(SCALING, IRRELEVANT))
         if "enabled" not in section.data:
             continue
         found = section.flag("enabled")
@@ -100,12 +94,9 @@ def _read_precision(fields: Fields, draft: Draft, filled_by: str) -> None:
         section.tell("enabled", "used", HALF.format(dtype) if found else f"no {dtype}")
         is_on[dtype] = is_on.get(dtype, False) or found
         if found and section.flag(f"{dtype}_master_weights_and_grads"):
-            draft.fields["knobs"] |= {"dtype": dtype}
+            draft.knobs["dtype"] = dtype
             is_on[dtype] = False
-            section.tell(f"{dtype}_master_weights_and_grads", "used", f"dtype {dtype}: no fp32 copies of weights")
-        note = "with 16-bit weights, states are in 16 bits as well in the estimate"
-        section.tell_all({"bf16_optimizer_states": ("not expressed", note)})
-        section.tell_all(dict.fromkeys(("bf16_master_weights_and_grads", "fp16_master_weights_and_grads"), IRRELEVANT))
+            section.tell_used(f"dtype {dtype}: no fp32 copies of weights", f"{dtype}_master_weights_and_grads")
     if sum(is_on.values()) > 1:
         raise fields.invalid("fp16", "bf16 is enabled as well, and DeepSpeed takes one of them; disable the other")
     for dtype, on in is_on.items():
@@ -114,27 +105,24 @@ def _read_precision(fields: Fields, draft: Draft, filled_by: str) -> None:
     for key in ("amp", "torch_autocast"):
         section = fields.within(key)
         if section.flag("enabled"):
-            dtype = DTYPES.get(str(section.data.get("dtype")), "bf16") if key == "torch_autocast" else "fp16"
+            dtype = dtype_of(section.data.get("dtype")) or "bf16" if key == "torch_autocast" else "fp16"
             draft.add("amp_native", dtype=dtype)
             section.tell("enabled", "used", f"amp_native: products in {dtype}")
-        section.tell_all(AUTOCAST)
     if is_on or draft.has("amp_native"):
         draft.precision = None
 
 
 def _read_batches(fields: Fields, draft: Draft, filled_by: str) -> None:
-    given = {key: fields.whole(key, 1) for key in BATCHES}
     for key, (name, words) in BATCHES.items():
-        value, held = given[key], draft.fields.get(name)
+        value, held = fields.whole(key), draft.fields.get(name)
         if value is not None:
             if filled_by and held not in (None, value):
                 raise fields.invalid(key, f"{filled_by} says {held}; make them equal, or give 'auto' here")
             draft.fields[name] = value
             fields.tell(key, "used", words)
         elif key in fields.data:
-            fields.tell(
-                key, "assumed", f"{words}: {f'{held}, as {filled_by} says' if held else 'the trainer fills it in'}"
-            )
+            why = f"{held}, as {filled_by} says" if held else "the trainer fills it in"
+            fields.tell(key, "assumed", f"{words}: {why}")
     total, micro, count = (draft.fields.get(name) for name, _ in BATCHES.values())
     if count is None and (total is None) != (micro is None) and "gradient_accumulation_steps" not in fields:
         draft.fields["accumulation"] = 1
@@ -148,23 +136,21 @@ def _read_zero(fields: Fields, draft: Draft) -> None:
         draft.add(STAGES[stage][0])
         return
     zero = fields.within("zero_optimization")
-    stage = zero.whole("stage") or 0
+    stage = zero.whole("stage", 0) or 0
     if stage not in STAGES:
         raise zero.invalid("stage", "stages are 0 to 3")
     zero.tell("stage", "used" if "stage" in zero.data else "assumed", STAGES[stage][1])
     config: dict[str, Any] = {}
     draft.fields["reduces_each"] = stage >= 2
-    hpz = zero.whole("zero_hpz_partition_size") or 1
+    hpz = zero.whole("zero_hpz_partition_size", 0) or 1
     if hpz > 1 and stage == 3:
         config["reshard_after_forward"] = hpz
-    zero.tell_all({"zero_hpz_partition_size": ("used", f"weights are kept over {hpz} processes for backward")})
+    zero.tell_used(f"weights are kept over {hpz} processes for backward", "zero_hpz_partition_size")
     shards = zero.whole("mics_shard_size", -1)
     if shards is not None and shards > 0:
-        draft.fields["axes"]["zero"] = shards
-    zero.tell_all({"mics_shard_size": ("used", "shards are within so many processes, with copies between them")})
+        draft.axes["zero"] = shards
     draft.add(STAGES[stage][0], **config)
     _read_offload(zero, draft, stage)
-    zero.tell_all(ZERO_NOTES)
 
 
 def _read_offload(zero: Fields, draft: Draft, stage: int) -> None:
@@ -180,9 +166,7 @@ def _read_offload(zero: Fields, draft: Draft, stage: int) -> None:
         zero.within("offload_optimizer").tell("device", "assumed", note)
         share = 1.0
     if share and stage == 0:
-        raise zero.invalid(
-            "offload_optimizer", "stage 0 shards nothing that DeepSpeed could offload; give stage 1 to 3"
-        )
+        raise zero.invalid("offload_optimizer", "stage 0 shards nothing that could be offloaded; give stage 1 to 3")
     if share:
         draft.add("offload", optimizer=share, **({"parameters": both} if both else {}))
 
@@ -192,7 +176,6 @@ def _offloaded(zero: Fields, key: str, old: str, note: str) -> float:
     if zero.flag(old):
         zero.tell(old, "used", f"{note}; the old form of {key}")
         return 1.0
-    zero.tell_all({old: ("used", "nothing is offloaded")})
     section = zero.within(key)
     device = section.word("device", ("none", "cpu", "nvme", "auto")) or "none"
     ratio = section.data.get("ratio", 1.0)
@@ -200,72 +183,32 @@ def _offloaded(zero: Fields, key: str, old: str, note: str) -> float:
         raise section.invalid("ratio", "it is a share from 0 to 1")
     if device == "nvme":
         section.tell("device", "not expressed", f"{note}; atorch has no NVMe, and the estimate has host memory")
-    section.tell_all({
-        "device": ("used", "nothing is offloaded" if device in ("none", "auto") else note),
-        "ratio": ("used", "offload: the share of optimizer states"),
-        **dict.fromkeys(OFFLOADING, IRRELEVANT),
-    })  # fmt: skip
+    section.tell_used("nothing is offloaded" if device in ("none", "auto") else note, "device")
     return 0.0 if device in ("none", "auto") else float(ratio)
-
-
-def _read_optimizer(fields: Fields, draft: Draft) -> None:
-    section = fields.within("optimizer")
-    section.tell_all({"params": IRRELEVANT, "legacy_fusion": IRRELEVANT})
-    kind = section.word("type")
-    if kind is None:
-        return
-    name = OPTIMIZERS.get(kind.lower())
-    if name is None or kind.lower() not in SAME:
-        told: Kind = "not expressed" if name or kind != "auto" else "assumed"
-        section.tell("type", told, f"{name or 'adamw'} in the estimate")
-    section.tell("type", "used", f"optimizer {name}")
-    if name not in (None, "adamw"):
-        draft.fields["knobs"] |= {"optimizer": name}
 
 
 def _read_parallelism(fields: Fields, draft: Draft) -> None:
     tensor = fields.within("tensor_parallel")
-    sizes = [tensor.whole("autotp_size"), tensor.within("tp").whole("tp_size"), tensor.whole("tp_size")]
+    sizes = [tensor.whole("autotp_size", 0), tensor.within("tp").whole("tp_size", 0), tensor.whole("tp_size", 0)]
     size = max((size for size in sizes if size is not None), default=0)
-    note = "tensor_parallel over so many processes, by atorch's own layout"
-    tensor.within("tp").tell_all({"tp_size": ("used", note), "tp_grain_size": IRRELEVANT})
-    tensor.tell_all({
-        **dict.fromkeys(("autotp_size", "tp_size"), ("used", note)),
-        "tp_overlap_comm": ("not expressed", "all-reduces of activations do not overlap in the estimate"),
-        **dict.fromkeys(("partition_config", "preset_model", "injection_policy_tuple"), ("not expressed", note)),
-        **dict.fromkeys(("dtype", "keep_module_on_host", "replace_with_kernel_inject", "kernel_inject"), IRRELEVANT),
-    })  # fmt: skip
     draft.split("tensor", size, "tensor_parallel")
-    draft.split("sequence", fields.whole("sequence_parallel_size"), "sequence_parallel")
+    draft.split("sequence", fields.whole("sequence_parallel_size", 0), "sequence_parallel")
     if size > 1 and draft.has("fsdp"):
         raise tensor.invalid("autotp_size", "DeepSpeed splits by tensors with ZeRO stages 0 to 2; give one of them")
-    fields.tell_all({
-        "sequence_parallel_size": ("used", "sequence_parallel (ulysses) over so many processes"),
-        "data_parallel_size": ("used", "processes that see different samples"),
-    })  # fmt: skip
     if isinstance(fields.data.get("pipeline"), bool):
         fields.tell("pipeline", "not expressed", "stages are made in code, and their number is not in the file")
         return
     pipeline = fields.within("pipeline")
-    stages = pipeline.data.get("stages")
-    stages = None if isinstance(stages, str) else pipeline.whole("stages")
+    stages = None if isinstance(pipeline.data.get("stages"), str) else pipeline.whole("stages", 0)
+    if stages:
+        pipeline.tell_used("pipeline_parallel: stages under 1F1B", "stages")
     draft.split("pipeline", stages, "pipeline_parallel")
-    if pipeline.whole("activation_checkpoint_interval"):
+    if pipeline.whole("activation_checkpoint_interval", 0):
         draft.add("checkpoint")
-    pipeline.tell_all({
-        "stages": ("used", "pipeline_parallel: stages under 1F1B") if stages else BY_SCRIPT,
-        "activation_checkpoint_interval": ("used", "checkpoint: blocks are recomputed"),
-        "partition": ("not expressed", "the cut whose slowest stage is fastest, in the estimate"),
-        **dict.fromkeys(("seed_layers", "pipe_partitioned", "grad_partitioned", "use_reentrant"), IRRELEVANT),
-    })  # fmt: skip
 
 
-def lacks(strategy: Strategy) -> tuple[str, ...]:
+def lacking(strategy: Strategy) -> Iterator[str]:
     """See `Target.lacks`."""
-    return tuple(_lacking(strategy))
-
-
-def _lacking(strategy: Strategy) -> Iterator[str]:
     yield from lacking_methods(strategy, ABSENT, KNOBS)
     for method in strategy:
         if method.name == "offload" and 0 < getattr(method, "parameters", 0) < 1:
@@ -312,7 +255,7 @@ def config_of(setup: TrainingSetup) -> dict[str, Any]:
         if methods["half"].dtype == "fp16":
             config["fp16"] = {"enabled": True}
     if "amp_native" in methods:
-        config["torch_autocast"] = {"enabled": True, "dtype": NAMES[methods["amp_native"].dtype]}
+        config["torch_autocast"] = {"enabled": True, "dtype": DTYPES[methods["amp_native"].dtype]}
     offload = methods.get("offload")
     if offload is not None:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
@@ -332,18 +275,7 @@ def config_of(setup: TrainingSetup) -> dict[str, Any]:
 
 def command(setup: TrainingSetup) -> str:
     """See `Target.command`."""
-    return transformers.torchrun(setup, deepspeed=CONFIG)
+    return f"{TORCHRUN} train.py {transformers.flags_of(setup, deepspeed=CONFIG)}"
 
 
-TARGET = Target(
-    name="deepspeed",
-    title="DeepSpeed",
-    recognises=lambda source: (
-        not {"zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu"}.isdisjoint(source.data)
-        or (source.words[:1] == ("deepspeed",) or any(word.startswith("--deepspeed") for word in source.words))
-    ),
-    read=read,
-    lacks=lacks,
-    write=write,
-    command=command,
-)
+TARGET = Target("deepspeed", "DeepSpeed", recognises, read, lacking, write, command)

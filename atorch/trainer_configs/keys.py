@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from atorch.errors import ArgumentError
 from atorch.files.strict_json import Format, read_json
-from atorch.trainer_configs.setup import Entry, Kind, TrainingSetup
-from atorch.trainer_configs.shell import is_known
-from atorch.trainer_configs.source import Fields, Source, options_of
+from atorch.trainer_configs.setup import NO_EFFECT, Draft, Entry, Kind, TrainingSetup
+from atorch.trainer_configs.source import Fields, options_of
 
-NO_EFFECT: tuple[Kind, str] = ("no effect", "neither the estimate of memory nor that of time depends on it")
+TORCHRUN = (
+    "torchrun --nnodes $NNODES --node-rank $NODE_RANK --nproc-per-node $GPUS --master-addr $MASTER_ADDR "
+    "--master-port $MASTER_PORT"
+)
+PROJECTIONS = frozenset(f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down"))
+SCHEDULES: Mapping[str, str] = {
+    **{"1f1b": "1f1b", "gpipe": "gpipe", "interleaved1f1b": "interleaved", "zerobubble": "zero_bubble"},
+    **dict.fromkeys(("interleavedzerobubble", "zbvzerobubble", "dualpipev"), "zero_bubble"),
+}
+"""Schedules of torch.distributed.pipelining, in small letters, as pipeline_parallel names them."""
 NODES = ("--nnodes", "--num_nodes", "--nodes", "-N", "--num_machines", "--num-machines")
 ALL = ("--num_processes", "--num-processes")  # Accelerate's: on all nodes together
 PER_NODE = ("--nproc-per-node", "--nproc_per_node", "--ntasks-per-node", "--gpus-per-node", "--num_gpus")
@@ -23,79 +30,89 @@ PER_NODE = ("--nproc-per-node", "--nproc_per_node", "--ntasks-per-node", "--gpus
 
 @dataclass(frozen=True)
 class Keys:
-    """The keys of one trainer.
+    """The keys of one trainer by path, such as "distributed.tp_size" or "--bf16".
 
     Args:
-        types: the kind of values → keys. Of flags: "flag", "int", "float", "str", with a `*` where several may follow.
-            Of files: the path of a section → keys in it, "$" for the outermost.
-        choices: the values of keys that have a few.
-        former: keys of earlier versions alone.
+        names: of the newest version.
+        sections: those whose keys are not listed.
+        notes: what to tell of keys on whose values nothing depends.
+        asked: the reason why a key is not expressed, if its value asks for something; false, 1 and the like do not.
+        former: of earlier versions alone.
+        read: keys that the reader looks at, and tells of if their values say something.
         facts: other tables of the file.
     """
 
-    types: Mapping[str, Collection[str]]
-    choices: Mapping[str, Collection[str]]
-    former: Collection[str]
+    names: frozenset[str]
+    sections: frozenset[str]
+    notes: Mapping[str, tuple[Kind, str]]
+    asked: Mapping[str, str]
+    former: frozenset[str]
+    read: frozenset[str]
     facts: Mapping[str, Any]
 
     @classmethod
     def of(cls, name: str) -> Keys:
-        data: Any = read_json(Path(__file__).with_name("known") / f"{name}.json", Format("list of keys", ArgumentError))
-        return cls(**{key: data.pop(key) for key in ("types", "choices", "former")}, facts=data)
+        """The keys of `known/{name}.json`; a section "*" there has any."""
+        path = Path(__file__).with_name("known") / f"{name}.json"
+        facts: Any = read_json(path, Format("list of keys", ArgumentError))
+        paths = {
+            key if section == "$" else f"{section}.{key}"
+            for section, keys in facts.get("sections", {}).items()
+            for key in keys
+        }
+        names = paths.union(*facts.get("types", {}).values(), facts.get("choices", ()))
+        notes = facts.get("notes", {})
+        return cls(
+            names=frozenset(names),
+            sections=frozenset(path.removesuffix("*") for path in paths if path.endswith("*")),
+            notes={key: (kind, note) for kind in notes for note, keys in notes[kind].items() for key in keys},
+            asked={key: note for note, keys in facts.get("not_expressed", {}).items() for key in keys},
+            former=frozenset(facts.get("former", ())),
+            read=frozenset(facts.get("read", ())),
+            facts=facts,
+        )
 
-    @property
-    def names(self) -> frozenset[str]:
-        """All keys of the newest version."""
-        return frozenset(key for keys in (*self.types.values(), self.choices) for key in keys)
+    def note_of(self, path: str, value: Any) -> tuple[Kind, str] | None:
+        """The entry of a key that the reader has not told; None if there is no such key."""
+        if path in self.notes:
+            return self.notes[path]
+        if path in self.asked and str(value).lower() not in ("", "none", "false", "0", "1"):
+            return "not expressed", self.asked[path]
+        if path in self.names or path in self.asked or any(map(path.startswith, self.sections)):
+            return NO_EFFECT
+        if path in self.former:
+            return "no effect", "a key of earlier versions; the estimate does not depend on it"
+        return ("assumed", "the value says nothing here") if path in self.read else None
 
-    def misfit(self, key: str, value: str) -> str | None:
-        """The reason why the newest version would not take a flag's value, or None."""
-        if key in self.choices:
-            return None if value in self.choices[key] else f"{key} is one of {', '.join(self.choices[key])}"
-        kind = next((kind for kind, keys in self.types.items() if key in keys), None)
-        if kind is None:
-            return f"there is no {key}"
-        form = {"int": r"-?\d+", "float": r"-?[\d.]+(e-?\d+)?", "flag": "", "bool": "true|false|True|False|"}
-        fits = re.fullmatch(form.get(kind.rstrip("*"), ".+"), value) is not None
-        return None if fits else f"{key} takes {kind}, not {value!r}"
-
-
-def tell_not_expressed(fields: Fields, keys: Keys) -> None:
-    """Tell the keys of the table `not_expressed`; a value such as false or 1 asks for nothing."""
-    for note, names in keys.facts["not_expressed"].items():
-        for key in fields.data:
-            if fields.path(key) in names:
-                asks = str(fields.data[key]).lower() not in ("", "none", "false", "0", "1")
-                fields.tell(key, *(("not expressed", note) if asks else NO_EFFECT))
+    def in_section(self, section: str) -> Iterator[str]:
+        """Names of the keys of a section, which ends in a dot or is empty."""
+        for path in (*self.names, *self.notes, *self.read):
+            if path.startswith(section):
+                yield path.removeprefix(section)
 
 
-def tell_rest(fields: Fields, keys: Keys) -> tuple[Entry, ...]:
-    """Entries of all keys: those of the trainer that nobody told have no effect, others are unknown."""
-    tell_not_expressed(fields, keys)
-    for key in fields.data:
-        if key in keys.names:
-            fields.tell(key, *NO_EFFECT)
-        elif key in keys.former:
-            fields.tell(key, "no effect", "a key of earlier versions; the estimate does not depend on it")
-    return fields.finish(keys.names)
+def read_optimizer(fields: Fields, key: str, optimizers: Mapping[str, tuple[str, Kind]], draft: Draft) -> None:
+    """Set the optimizer that a key names, AdamW if it is in no row of the table."""
+    word = fields.word(key)
+    if word is not None:
+        name, kind = optimizers.get(word.lower(), ("adamw", "not expressed"))
+        fields.tell(key, kind, f"optimizer {name}{'' if kind == 'used' else ' in the estimate'}")
+        draft.knobs |= {"optimizer": name} if name != "adamw" else {}
 
 
-def number(fields: Fields, key: str, least: int = 1, default: int | None = None) -> int | None:
-    """A whole number, or `default` where a run fills it in, such as `$TP`, which is told as assumed.
+def lora_of(rank: int, targets: Any, on_all: bool) -> tuple[str, Kind]:
+    """The knob `lora` for names of modules, and whether it is what they say: other modules count as all linear layers.
 
-    Raises:
-        ArgumentError: the value is no such number.
+    Args:
+        on_all: adapters are beside all linear layers in any case.
     """
-    if isinstance(fields.data.get(key), str) and not is_known(fields.data[key]):
-        fields.tell(key, "assumed", f"{default}: only a run tells" if default is not None else "only a run tells")
-        return default
-    found = fields.whole(key, least)
-    return default if found is None else found
-
-
-def file_of(source: Source, named: str) -> Path | None:
-    """The file that a configuration names, as it is or beside the configuration; None if there is none."""
-    return next((path for path in (Path(named), source.folder / named) if os.path.isfile(path)), None)
+    names = [targets] if isinstance(targets, str) else targets if isinstance(targets, list) else []
+    bare = {str(name).rpartition(".")[2] for name in names}
+    if on_all or not bare or not bare.isdisjoint(("*_proj", "all-linear")):
+        return str(rank), "used"
+    if not bare <= PROJECTIONS:
+        return str(rank), "not expressed"
+    return f"{rank}:{','.join(sorted(bare))}", "used"
 
 
 def split_launch(words: Collection[str]) -> tuple[tuple[str, ...], str, tuple[str, ...]]:
@@ -109,8 +126,8 @@ def split_launch(words: Collection[str]) -> tuple[tuple[str, ...], str, tuple[st
     return (), "", tuple(found[first:])
 
 
-def processes(launcher: Collection[str], variables: Mapping[str, str]) -> tuple[int | None, int | None, list[Entry]]:
-    """Nodes, processes of a node, and the entries of a launcher's options; None for what only a run tells."""
+def read_launcher(launcher: Collection[str], variables: Mapping[str, str], draft: Draft) -> list[Entry]:
+    """Add how many nodes and processes of a node there are, None for what only a run tells; returns the entries."""
     options = options_of(tuple(launcher))[0]
     entries, found = list[Entry](), list[int | None]()
     for names in (NODES, PER_NODE, ALL):
@@ -132,7 +149,8 @@ def processes(launcher: Collection[str], variables: Mapping[str, str]) -> tuple[
     if per_node is None and re.fullmatch(r"[1-9]\d{0,4}", variables.get("NGPU", "")):
         nodes, per_node = nodes or 1, int(variables["NGPU"])
         entries.append(Entry("NGPU", per_node, "used", "processes of a node"))
-    return (nodes or 1 if per_node else nodes), per_node, entries
+    draft.fields |= {"num_nodes": nodes or 1 if per_node else nodes, "devices_per_node": per_node}
+    return entries
 
 
 def torchrun_script(setup: TrainingSetup, name: str, words: Sequence[str], before: Sequence[str] = ()) -> str:
@@ -151,9 +169,8 @@ def torchrun_script(setup: TrainingSetup, name: str, words: Sequence[str], befor
         "MASTER_ADDR=${MASTER_ADDR:-localhost}",
         "MASTER_PORT=${MASTER_PORT:-29500}",
     )
-    launch = "torchrun --nnodes $NNODES --node-rank $NODE_RANK --nproc-per-node $GPUS --master-addr $MASTER_ADDR"
     lines, line = list[str](), ""
-    for word in (*launch.split(), "--master-port", "$MASTER_PORT", *words):
+    for word in (*TORCHRUN.split(), *words):
         if word.startswith("--") and line:
             lines.append(line)
             line = f"    {word}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from atorch.cost.parallelism import AXES, BATCH_AXES, REPLICA_AXES
@@ -17,7 +17,15 @@ if TYPE_CHECKING:
 
 Kind = Literal["used", "assumed", "not expressed", "no effect", "unknown"]
 
-IRRELEVANT: tuple[Kind, str] = ("no effect", "neither the estimate of memory nor that of time depends on it")
+NO_EFFECT: tuple[Kind, str] = ("no effect", "neither the estimate of memory nor that of time depends on it")
+DTYPES: Mapping[str, str] = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+"""The planner's names of types → torch's."""
+
+
+def dtype_of(value: object) -> str | None:
+    """The planner's name of a type that a configuration names, such as "torch.bfloat16"; None if it is none."""
+    word = str(value).removeprefix("torch.")
+    return next((name for name, of_torch in DTYPES.items() if word in (name, of_torch)), None)
 
 
 @dataclass(frozen=True)
@@ -171,10 +179,13 @@ class TrainingSetup:
             raise StrategyError(f"{shown(str(cut))} does not divide {rows} samples of a process; give a size")
         derived = ("parallel_mode", "micro_batch")  # and ddp, which `complete` adds
         kept = [item for item in strategy.to_list() if item != "ddp" and item[0] not in derived and item not in derived]
-        return cls(
-            **{**{name: getattr(setup, name) for name in cls.__dataclass_fields__}, "methods": tuple(kept)}
-            | {"micro_batch": size, "accumulation": rows // size, "global_batch": global_batch}
-            | {"reduces_each": cut is not None and cut.reduce == "each"}
+        return replace(
+            setup,
+            methods=tuple(kept),
+            micro_batch=size,
+            accumulation=rows // size,
+            global_batch=global_batch,
+            reduces_each=cut is not None and cut.reduce == "each",
         )
 
 
@@ -186,7 +197,9 @@ class Draft:
     """
 
     def __init__(self, **fields: Any) -> None:
-        self.fields: dict[str, Any] = {"axes": {}, "knobs": {}, **fields}
+        self.fields = fields
+        self.axes: dict[str, int] = {}
+        self.knobs: dict[str, Any] = {}
         self.precision: str | None = None
         self.weights: str | None = None  # the type that they are loaded in
         self._methods: dict[str, Any] = {}
@@ -197,11 +210,13 @@ class Draft:
         self._methods.pop(slot, None)
         self._methods[slot] = [name, config] if config else name
 
-    def split(self, axis: str, size: int | None, method: str, **config: Any) -> None:
-        """Split over an axis of more than one process by a method."""
-        if size is not None and size > 1:
-            self.fields["axes"][axis] = size
-            self.add(method, **config)
+    def split(self, axis: str, size: int | None, method: str, **config: Any) -> str:
+        """Split over an axis of more than one process by a method, and say so: "tensor 2: tensor_parallel"."""
+        if size is None or size <= 1:
+            return "no split"
+        self.axes[axis] = size
+        self.add(method, **config)
+        return f"{axis} {size}: {method}"
 
     def has(self, *names: str) -> bool:
         return any(_pair(item)[0] in names for item in self._methods.values())
@@ -216,7 +231,7 @@ class Draft:
             return "as the engine has it"
         is_sharded = self.has("fsdp", "zero2")
         if self.weights in ("bf16", "fp16") and not (is_sharded and self.precision):
-            self.fields["knobs"] |= {"dtype": self.weights}
+            self.knobs["dtype"] = self.weights
             return f"dtype {self.weights}: weights, gradients and optimizer states, without fp32 copies"
         if self.precision in (None, "fp32"):
             return "computed in the type of the weights, fp32"
@@ -228,7 +243,10 @@ class Draft:
         return f"half: weights are gathered in {dtype}, and the optimizer steps fp32 shards"
 
     def setup(self, tool: str, entries: tuple[Entry, ...]) -> TrainingSetup:
-        return TrainingSetup(tool=tool, methods=tuple(self._methods.values()), entries=entries, **self.fields)
+        methods = tuple(self._methods.values())
+        return TrainingSetup(
+            tool=tool, methods=methods, axes=self.axes, knobs=self.knobs, entries=entries, **self.fields
+        )
 
 
 def _pair(item: Any) -> tuple[str, dict[str, Any]]:
@@ -265,9 +283,7 @@ class Target:
         title: its name in sentences.
         recognises: True if the source has this format.
         read: the setup of a source. Raises ArgumentError for values that the trainer would not take either.
-        lacks: reasons, each with the name of the method, setting or combination of the strategy (complete, or a part
-            of one) that the trainer does not have; empty if it can express all. A part that lacks something is never
-            made expressible by more methods.
+        lacking: the reasons of `lacks`.
         write: the files of a setup whose strategy `lacks` nothing, by name.
         command: the command that starts training on one node, for `sh`. The variables NNODES, NODE_RANK, MASTER_ADDR,
             MASTER_PORT and GPUS (of a node) are set; `train.py` stands for the user's script.
@@ -277,9 +293,17 @@ class Target:
     title: str
     recognises: Callable[[Source], bool]
     read: Callable[[Source], TrainingSetup]
-    lacks: Callable[[Strategy], tuple[str, ...]]
+    lacking: Callable[[Strategy], Iterator[str]]
     write: Callable[[TrainingSetup], Mapping[str, str]]
     command: Callable[[TrainingSetup], str]
+
+    def lacks(self, strategy: Strategy) -> tuple[str, ...]:
+        """Reasons, each with the name of what the trainer does not have: a method, a setting or a combination.
+
+        Empty if it can express the strategy, which is complete or a part of one. More methods never make a part
+        expressible that lacks something.
+        """
+        return tuple(self.lacking(strategy))
 
     def need_some(self) -> None:
         """Raise ArgumentError if the trainer cannot express any strategy."""

@@ -6,22 +6,28 @@ merged keys are limited before and after they are parsed.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from atorch.errors import ArgumentError, CapabilityError, near_miss, shown
 from atorch.files import read_bytes
 from atorch.files.strict_json import Format, Json, check, parse
 from atorch.trainer_configs.setup import Entry, Kind
-from atorch.trainer_configs.shell import SUFFIXES, read_script
+from atorch.trainer_configs.shell import SUFFIXES, is_known, read_script
+from atorch.trainer_configs.shell.words import ASSIGNMENT
+
+if TYPE_CHECKING:
+    from atorch.trainer_configs.keys import Keys
 
 FORMAT = Format("configuration", ArgumentError, max_bytes=2**17, max_values=5_000)
 MAX_WHOLE = 2**40
+NOT_KNOWN = "there is no such key"
 MAX_MERGED = 1_000  # keys that `<<` may bring into one mapping, and merges in a file
 
 
@@ -33,13 +39,15 @@ class Source:
         name: the path or the beginning of the command, for messages.
         data: the values of a file.
         words: the words of a command, or of the longest command of a shell script, with variables that the script
-            sets put in.
+            sets put in; they may begin with variables that are set for the command alone.
+        variables: those that a script sets; several values for an array.
         folder: the folder that relative paths begin at.
     """
 
     name: str
     data: Mapping[str, Any] = field(default_factory=dict)
     words: tuple[str, ...] = ()
+    variables: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     folder: Path = field(default_factory=Path)
 
     @classmethod
@@ -54,33 +62,43 @@ class Source:
         suffix = path.suffix.lower()
         if len(given) > 4096 or (not os.path.exists(given) and " " in given.strip()):
             return cls(shown(given, 60), words=read_script(given).main_words)
-        if suffix not in (".yaml", ".yml", ".json", ".toml", *SUFFIXES):
-            raise ArgumentError(
-                f"{shown(given)} is no trainer's configuration; give a .yaml, .json or .toml file, a shell script "
-                '(.sh), or a command in quotes, as "torchrun … train.py …"'
-            )
-        if suffix == ".toml":
-            return cls(given, data=values_of_toml(path), folder=path.parent)
-        if suffix in (".yaml", ".yml", ".json"):
+        if suffix in SUFFIXES:
+            script = read_script(read_bytes(path, FORMAT).decode(errors="replace"))
+            return cls(given, words=script.main_words, variables=script.variables, folder=path.parent)
+        if suffix in (".yaml", ".yml", ".json", ".toml"):
             return cls(given, data=values_of(path), folder=path.parent)
-        text = read_bytes(path, FORMAT).decode(errors="replace")
-        return cls(given, words=read_script(text).main_words, folder=path.parent)
+        raise ArgumentError(
+            f"{shown(given)} is no trainer's configuration; give a .yaml, .json or .toml file, a shell script "
+            '(.sh), or a command in quotes, as "torchrun … train.py …"'
+        )
+
+    @property
+    def command(self) -> tuple[str, ...]:
+        """The words without the variables that are set for the command alone."""
+        return tuple(itertools.dropwhile(ASSIGNMENT.match, self.words))
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The variables of the script, of an array its first value, and those of the command alone."""
+        alone = (word.partition("=") for word in itertools.takewhile(ASSIGNMENT.match, self.words))
+        of_script = {name: values[0] for name, values in self.variables.items() if values}
+        return of_script | {name: value for name, _, value in alone}
 
     def beside(self, named: str) -> Path:
         """The path of a file that the configuration names: as it is, or else beside the configuration."""
-        return Path(named) if Path(named).exists() else self.folder / named
+        return Path(named) if os.path.exists(named) else self.folder / named
 
 
 def values_of(path: Path) -> dict[str, Any]:
-    """The values of a YAML or JSON file.
+    """The values of a YAML, JSON or TOML file.
 
     Raises:
         ArgumentError: it is missing, not valid, over a limit, or no mapping.
-        CapabilityError: it is YAML, and pyyaml is not installed.
+        CapabilityError: a package that parses it is not installed.
     """
-    text = read_bytes(path, FORMAT)
+    text, suffix = read_bytes(path, FORMAT), path.suffix.lower()
     try:
-        data = parse(text, FORMAT) if path.suffix.lower() == ".json" else parse_yaml(text)
+        data = parse(text, FORMAT) if suffix == ".json" else parse_toml(text) if suffix == ".toml" else parse_yaml(text)
     except ArgumentError as error:
         raise ArgumentError(f"{shown(os.fspath(path))}: {error}") from None
     if not isinstance(data, dict):
@@ -88,23 +106,21 @@ def values_of(path: Path) -> dict[str, Any]:
     return data
 
 
-def values_of_toml(path: Path) -> dict[str, Any]:
-    """The values of a TOML file.
+def parse_toml(text: bytes) -> Json:
+    """Plain values of TOML.
 
     Raises:
-        ArgumentError: it is missing, not valid, or over a limit.
-        CapabilityError: Python is older than 3.11, and tomli is not installed.
+        ArgumentError: it is not valid, or over a limit.
+        CapabilityError: Python is older than 3.11.
     """
     try:
         import tomllib
     except ImportError as error:
         raise CapabilityError("a TOML file needs Python 3.11; give the values as flags, or the file as JSON") from error
     try:
-        data: Any = check(tomllib.loads(read_bytes(path, FORMAT).decode()), "$", FORMAT)
+        return check(tomllib.loads(text.decode()), "$", FORMAT)
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ArgumentError(f"{path} is not valid TOML: {error}") from None
-    found: dict[str, Any] = data
-    return found
+        raise ArgumentError(f"it is not valid TOML: {error}") from None
 
 
 def parse_yaml(text: bytes) -> Json:
@@ -188,14 +204,22 @@ def options_of(words: Sequence[str], flags: Collection[str] = ()) -> tuple[dict[
 class Fields:
     """The keys of a configuration, with an entry for each as a target reads them.
 
-    Every reader below returns a value and writes no entry; `tell` writes it. `finish` names what nobody told.
+    `whole`, `flag` and `word` return a value; methods that begin with `tell` write entries, of a key only the first.
+    `finish` names what nobody told.
     """
 
-    def __init__(self, source: str, data: Mapping[str, Any], prefix: str = "", entries: list[Entry] | None = None):
-        self.source, self.data, self._prefix = source, data, prefix
+    def __init__(
+        self,
+        source: str,
+        data: Mapping[str, Any],
+        prefix: str = "",
+        entries: list[Entry] | None = None,
+        section: str = "",
+    ) -> None:
+        """`prefix`: of keys in entries. `section`: of keys in `Keys`, "" or with a dot at its end."""
+        self.source, self.data, self._prefix, self._section = source, data, prefix, section
         self._entries: list[Entry] = [] if entries is None else entries
-        self._told: set[str] = set()
-        self._known: set[str] = set()
+        self._told, self._known = set[str](), set[str]()
         self._within: dict[str, Fields] = {}
 
     def __contains__(self, key: object) -> bool:
@@ -210,26 +234,38 @@ class Fields:
             self._told.add(key)
             self._entries.append(Entry(self.path(key), self.data.get(key), kind, note))
 
-    def tell_all(self, notes: Mapping[str, tuple[Kind, str]]) -> None:
-        """Write the entries of those keys of a table that the configuration has."""
-        self._known.update(notes)
-        for key, (kind, note) in notes.items():
+    def tell_given(self, kind: Kind, note: str, *keys: str) -> None:
+        """Write the entries of those keys that the configuration has."""
+        self._known.update(keys)
+        for key in keys:
             if key in self.data:
                 self.tell(key, kind, note)
+
+    def tell_used(self, note: str, *keys: str) -> None:
+        self.tell_given("used", note, *keys)
+
+    def tell_setting(self, key: str, note: str) -> None:
+        """Tell that a value is used, or a default assumed where it is missing."""
+        self.tell(key, "assumed" if self.data.get(key) in (None, "auto") else "used", note)
 
     def invalid(self, key: str, why: str) -> ArgumentError:
         """The error of a value."""
         return ArgumentError(f"{self.source}: {self.path(key)} is {shown(self.data.get(key))}; {why}")
 
-    def whole(self, key: str, least: int = 0) -> int | None:
-        """A whole number, also one in quotes; None if it is missing, null or "auto".
+    def whole(self, key: str, least: int = 1, default: int | None = None) -> int | None:
+        """A whole number, also one in quotes.
+
+        `default` if it is missing, null or "auto", or if only a run fills it in, such as `$TP`, which is told.
 
         Raises:
             ArgumentError: another value.
         """
         value = self.data.get(key)
         if value is None or value == "auto":
-            return None
+            return default
+        if isinstance(value, str) and not is_known(value):
+            self.tell(key, "assumed", f"{default}: only a run tells" if default is not None else "only a run tells")
+            return default
         if isinstance(value, str) and re.fullmatch(r"\s*-?\d{1,18}\s*", value):
             value = int(value)
         if isinstance(value, float) and value.is_integer():
@@ -239,6 +275,10 @@ class Fields:
         if value > MAX_WHOLE:
             raise self.invalid(key, f"it is a whole number of at most {MAX_WHOLE:,}")
         return value
+
+    def size(self, key: str, default: int = 1) -> int:
+        """A whole number of at least 1, as `whole`."""
+        return self.whole(key, 1, default) or default
 
     def flag(self, key: str) -> bool | None:
         """True or False, also as words or 1 and 0; None if it is missing, null or "auto".
@@ -276,13 +316,11 @@ class Fields:
         Raises:
             ArgumentError: the value is something else.
         """
-        if key not in self._within:
-            value = self.data.get(key)
-            if value is not None and not isinstance(value, Mapping):
-                raise self.invalid(key, "it is a mapping of keys to values")
-            self._told.add(key)
-            self._within[key] = Fields(self.source, value or {}, f"{self._prefix}{key}.", self._entries)
-        return self._within[key]
+        value = self.data.get(key)
+        if value is not None and not isinstance(value, Mapping):
+            raise self.invalid(key, "it is a mapping of keys to values")
+        self._told.add(key)
+        return self._within.get(f"{key}.") or self.also(value or {}, f"{key}.")
 
     def extend(self, entries: Iterable[Entry]) -> None:
         """Add entries that were told of another source."""
@@ -299,26 +337,27 @@ class Fields:
                 raise self.invalid(key, f"{prefix}{key} is there as well; leave one")
         self.data = {key if key.startswith(prefix) else prefix + key: value for key, value in self.data.items()}
 
-    def also(self, data: Mapping[str, Any], prefix: str) -> Fields:
-        """Further keys, of another file or section, whose entries and unknown keys are told with these."""
-        self._within[prefix] = Fields(self.source, data, prefix, self._entries)
-        return self._within[prefix]
+    def also(self, data: Mapping[str, Any], section: str) -> Fields:
+        """Further keys, of a section or another file, whose entries and unknown keys are told with these."""
+        inner = Fields(self.source, data, self._prefix + section, self._entries, self._section + section)
+        self._within[section] = inner
+        return inner
 
     def _untold(self) -> Iterator[tuple[Fields, str]]:
         yield from ((self, key) for key in self.data if key not in self._told)
         for inner in self._within.values():
             yield from inner._untold()
 
-    def finish(self, known: Collection[str] = ()) -> tuple[Entry, ...]:
-        """All entries; keys that were not told are unknown, with the nearest of `known` and of what was told."""
+    def finish(self, keys: Keys | None = None) -> tuple[Entry, ...]:
+        """All entries; keys that were not told are as `keys` has them, or unknown, with the nearest that is known."""
         for fields, key in self._untold():
-            names = {*fields._known, *fields._told, *(known if fields is self else ())}
-            if key in names:
-                self._entries.append(
-                    Entry(fields.path(key), fields.data[key], "assumed", "the value says nothing here")
-                )
+            path, value, section = fields.path(key), fields.data[key], fields._section
+            told = None if keys is None else keys.note_of(section + key, value)
+            if told is not None:
+                self._entries.append(Entry(path, value, *told))
                 continue
+            names = {*fields._told, *fields._known, *(() if keys is None else keys.in_section(section))}
             nearest = near_miss(key, names) if names else ""
-            hint = f"; {nearest}" if nearest and not nearest.endswith("…") else ""  # a list without an end helps nobody
-            self._entries.append(Entry(fields.path(key), fields.data[key], "unknown", f"there is no such key{hint}"))
+            hint = f"; {nearest}" if nearest and not nearest.endswith("…") else ""  # an endless list helps nobody
+            self._entries.append(Entry(path, value, "unknown", NOT_KNOWN + hint))
         return tuple(self._entries)

@@ -7,7 +7,7 @@ import pytest
 
 from atorch.errors import ArgumentError
 from atorch.trainer_configs import Source
-from atorch.trainer_configs.shell import command_of, read_script
+from atorch.trainer_configs.shell import read_script
 
 SCRIPTS = {
     "variables": 'A=2\nB="$A x"\nexport C=${B:-none}\nrun $A "$B" ${C} \'$A\' ${D:-d e} "${D-f g}" ${A:+set} ${D:+set}',
@@ -97,5 +97,5 @@ def test_a_script_that_grows_without_bound_is_refused(text):
 def test_a_file_that_only_sets_variables_has_its_words(tmp_path):
     path = tmp_path / "model.sh"
     path.write_text("MODEL_ARGS=(\n  --num-layers 4 # blocks\n  --hidden-size 8\n)\nA=1\n")
-    command, variables = command_of(Source(str(path)))
-    assert (command.words, variables["MODEL_ARGS"]) == ((), ("--num-layers", "4", "--hidden-size", "8"))
+    source = Source.of(str(path))
+    assert (source.command, source.variables["MODEL_ARGS"]) == ((), ("--num-layers", "4", "--hidden-size", "8"))

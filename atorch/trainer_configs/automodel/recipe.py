@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from atorch.errors import ArgumentError
-from atorch.trainer_configs.setup import TrainingSetup, lacking_methods
+from atorch.trainer_configs.keys import TORCHRUN
+from atorch.trainer_configs.setup import DTYPES, TrainingSetup, lacking_methods
 from atorch.trainer_configs.source import yaml_text
 
 if TYPE_CHECKING:
@@ -27,12 +28,8 @@ KNOBS: Mapping[str, tuple[str, ...]] = {
 }
 
 
-def lacks(strategy: Strategy) -> tuple[str, ...]:
+def lacking(strategy: Strategy) -> Iterator[str]:
     """See `Target.lacks`."""
-    return tuple(_lacking(strategy))
-
-
-def _lacking(strategy: Strategy) -> Iterator[str]:
     methods: dict[str, Any] = {method.name: method for method in strategy}
     yield from lacking_methods(strategy, ABSENT, KNOBS)
     sharding = next((name for name in ("zero2", "fsdp") if name in methods), None)
@@ -95,7 +92,7 @@ def recipe(setup: TrainingSetup) -> dict[str, Any]:
     if "amp_native" in methods:
         distributed["autocast_dtype"] = "bfloat16"
     masters = "half" in methods or "amp_native" in methods
-    dtype = {"bf16": "bfloat16", "fp16": "float16"}.get(knobs.get("dtype") or "", "float32")
+    dtype = DTYPES[knobs.get("dtype") or "fp32"]
     is_adapted = bool(knobs.get("lora") or knobs.get("qlora"))
     if not masters and dtype == "float32" and sharding is not None and not is_adapted:
         distributed["mp_policy"] = {"_target_": "torch.distributed.fsdp.MixedPrecisionPolicy", "param_dtype": "float32"}
@@ -161,7 +158,4 @@ def _optimizer(name: str | None) -> dict[str, Any]:
 
 def command(setup: TrainingSetup) -> str:
     """See `Target.command`."""
-    return (
-        "torchrun --nnodes $NNODES --node-rank $NODE_RANK --nproc-per-node $GPUS --master-addr $MASTER_ADDR "
-        f"--master-port $MASTER_PORT -m {APP} {NAME}"
-    )
+    return f"{TORCHRUN} -m {APP} {NAME}"

@@ -10,10 +10,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from atorch.trainer_configs.keys import Keys, number, processes, split_launch, tell_rest
-from atorch.trainer_configs.megatron.flags import NAME, OPTIMIZERS, SHARDING, SIZES, lacks, write
+from atorch.trainer_configs.keys import Keys, read_launcher, split_launch
+from atorch.trainer_configs.megatron.flags import NAME, OPTIMIZERS, SHARDING, SIZES, lacking, write
 from atorch.trainer_configs.setup import Draft, Kind, Target, TrainingSetup
-from atorch.trainer_configs.shell import Command, command_of, is_known
+from atorch.trainer_configs.shell import is_known
 from atorch.trainer_configs.source import Fields, Source, options_of
 
 MARKS = frozenset(
@@ -21,9 +21,7 @@ MARKS = frozenset(
     + ("--num-attention-heads", "--micro-batch-size", "--global-batch-size", "--use-distributed-optimizer")
 )
 FP32_GRADIENTS = "half {}: 16-bit weights, and fp32 copies that the optimizer steps; fp32 gradients take 2 bytes more"
-WHOLE_LOGITS = "logits are held whole in the estimate"
 OWN_CUT = "the cut whose slowest stage is fastest, in the estimate"
-PLAIN_BLOCKS = "every block is alike in the estimate: attention over all tokens, and one feed-forward layer or experts"
 VOCABULARIES: Mapping[str, int] = {
     **{"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000, "BertWordPieceLowerCase": 30522, "TikTokenizer": 131072},
     **{"BertWordPieceCase": 28996},
@@ -31,27 +29,22 @@ VOCABULARIES: Mapping[str, int] = {
 
 
 def recognises(source: Source) -> bool:
-    return len(MARKS.intersection(word.partition("=")[0] for word in _words(source)[0].words)) > 1
+    return len(MARKS.intersection(word.partition("=")[0] for word in _words(source))) > 1
 
 
-def _words(source: Source) -> tuple[Command, Mapping[str, tuple[str, ...]]]:
-    """The command; of a file that only sets variables, their words."""
-    command, variables = command_of(source)
-    if source.data or MARKS.intersection(command.words):
-        return command, variables
-    values = [word for name in variables for text in variables[name] for word in text.split()]
-    return (Command(tuple(values), {}), variables) if MARKS.intersection(values) else (command, variables)
+def _words(source: Source) -> tuple[str, ...]:
+    """The words of the command; of a file that only sets variables, those of their values."""
+    values = tuple(word for texts in source.variables.values() for text in texts for word in text.split())
+    return source.command if MARKS.isdisjoint(values) or not MARKS.isdisjoint(source.command) else values
 
 
 def read(source: Source) -> TrainingSetup:
     """See `Target.read`."""
     keys = Keys.of("megatron")
-    command, variables = _words(source)
-    launcher, _, words = split_launch(command.words)
-    alone = {**{name: values[0] for name, values in variables.items() if values}, **command.variables}
-    nodes, per_node, entries = processes(launcher, alone)
-    fields = Fields(source.name, options_of(words, keys.types["flag"])[0], "", entries)
-    draft = Draft(num_nodes=nodes, devices_per_node=per_node)
+    launcher, _, words = split_launch(_words(source))
+    draft = Draft()
+    entries = read_launcher(launcher, source.environment, draft)
+    fields = Fields(source.name, options_of(words, keys.facts["types"]["flag"])[0], "", entries)
     tensor = _read_mesh(fields, draft)
     _read_sharding(fields, draft)
     _read_precision(fields, draft)
@@ -60,75 +53,55 @@ def read(source: Source) -> TrainingSetup:
     _read_optimizer(fields, draft)
     fields.tell("--transformer-impl", "assumed", "blocks keep what transformers' do; Megatron's fused ones keep less")
     _read_shape(fields, draft, tensor)
-    return draft.setup(TARGET.name, tell_rest(fields, keys))
+    return draft.setup(TARGET.name, fields.finish(keys))
 
 
 def _read_mesh(fields: Fields, draft: Draft) -> int:
     """Add the axes, and return the size of tensor."""
     if "--model-parallel-size" in fields:
         raise fields.invalid("--model-parallel-size", "Megatron has --tensor-model-parallel-size in its place")
-    tensor = number(fields, "--tensor-model-parallel-size", default=1) or 1
-    draft.split("tensor", tensor, "tensor_parallel")
+    tensor = fields.size("--tensor-model-parallel-size")
+    fields.tell_used(draft.split("tensor", tensor, "tensor_parallel"), "--tensor-model-parallel-size")
     by_tokens = tensor > 1 and "--sequence-parallel" in fields
     if by_tokens:
         draft.add("sequence_parallel", mode="megatron")
-    context = number(fields, "--context-parallel-size", default=1) or 1
-    how = str(fields.data.get("--cp-comm-type", "p2p"))
-    if how == "a2a":
-        draft.split("sequence", context, "sequence_parallel")
-        if context > 1 and by_tokens:
-            raise fields.invalid("--cp-comm-type", "beside --sequence-parallel the planner has a ring (p2p) alone")
-    else:
-        draft.split("context", context, "context_parallel")
-    ring, axis = "keys and values pass around a ring", "sequence" if how == "a2a" else "context"
-    fields.tell_all({
-        "--tensor-model-parallel-size": ("used", f"tensor {tensor}: tensor_parallel" if tensor > 1 else "no split"),
-        "--sequence-parallel": ("used", "sequence_parallel (megatron): tokens outside of products are split")
-        if by_tokens
-        else ("no effect", "Megatron turns it off without tensor parallelism"),
-        "--context-parallel-size": ("used", f"{axis} {context}" if context > 1 else "no split"),
-        "--cp-comm-type": ("used", "sequence_parallel (ulysses)" if how == "a2a" else ring)
-        if how in ("a2a", "p2p") or context == 1
-        else ("not expressed", f"{ring} in the estimate"),
-        "--expert-model-parallel-size": _expert(number(fields, "--expert-model-parallel-size", default=1) or 1),
-    })  # fmt: skip
+        fields.tell("--sequence-parallel", "used", "sequence_parallel (megatron): tokens outside of products are split")
+    fields.tell_given("no effect", "Megatron turns it off without tensor parallelism", "--sequence-parallel")
+    context, how = fields.size("--context-parallel-size"), str(fields.data.get("--cp-comm-type", "p2p"))
+    if how == "a2a" and context > 1 and by_tokens:
+        raise fields.invalid("--cp-comm-type", "beside --sequence-parallel the planner has a ring (p2p) alone")
+    axis, ring = "sequence" if how == "a2a" else "context", "keys and values pass around a ring"
+    fields.tell_used(draft.split(axis, context, f"{axis}_parallel"), "--context-parallel-size")
+    if how not in ("a2a", "p2p") and context > 1:
+        fields.tell("--cp-comm-type", "not expressed", f"{ring} in the estimate")
+    fields.tell_used("sequence_parallel (ulysses)" if how == "a2a" else ring, "--cp-comm-type")
+    if fields.size("--expert-model-parallel-size") == 1:
+        fields.tell_used("experts are not spread over processes", "--expert-model-parallel-size")
     _read_pipeline(fields, draft)
     return tensor
 
 
-def _expert(size: int) -> tuple[Kind, str]:
-    if size == 1:
-        return "used", "experts are not spread over processes"
-    return (
-        "not expressed",
-        "every process holds all experts in the estimate, or its part under tensor_parallel and fsdp",
-    )
-
-
 def _read_pipeline(fields: Fields, draft: Draft) -> None:
-    stages = number(fields, "--pipeline-model-parallel-size", default=1) or 1
-    layers, per_piece = number(fields, "--num-layers"), number(fields, "--num-layers-per-virtual-pipeline-stage")
-    pieces = number(fields, "--num-virtual-stages-per-pipeline-rank", default=1) or 1
+    stages, per = fields.size("--pipeline-model-parallel-size"), "--num-layers-per-virtual-pipeline-stage"
+    layers, per_piece = fields.whole("--num-layers"), fields.whole(per)
+    pieces = fields.size("--num-virtual-stages-per-pipeline-rank")
     if per_piece is not None and layers is not None:
         if layers % (stages * per_piece):
-            raise fields.invalid(
-                "--num-layers-per-virtual-pipeline-stage", f"{layers} blocks do not divide by it and {stages} stages"
-            )
+            raise fields.invalid(per, f"{layers} blocks do not divide by it and {stages} stages")
         pieces = layers // (stages * per_piece)
     layout = fields.data.get("--pipeline-model-parallel-layout")
     if isinstance(layout, str) and re.fullmatch(r"[\w|*(),]{1,200}", layout) and "*" not in layout:
         pieces = max(1, (layout.count("|") + 1) // stages)
     config = {"schedule": "interleaved", **({"interleave": pieces} if pieces > 2 else {})} if pieces > 1 else {}
-    draft.split("pipeline", stages, "pipeline_parallel", **config)
-    kept = "atorch keeps buffers of all micro-batches, which Megatron does not"
-    note = f"pipeline {stages}: stages under 1F1B; {kept}" if stages > 1 else "no split"
+    note = draft.split("pipeline", stages, "pipeline_parallel", **config)
+    if stages > 1:
+        kept = "atorch keeps buffers of all micro-batches, which Megatron does not"
+        note = f"pipeline {stages}: stages under 1F1B; {kept}"
+    fields.tell_used(note, "--pipeline-model-parallel-size")
     many = f"{pieces} pieces of the model on a process, interleaved" if stages > 1 else "there is one stage"
-    fields.tell_all({
-        "--pipeline-model-parallel-size": ("used", note),
-        "--num-layers-per-virtual-pipeline-stage": ("used" if layers else "not expressed", many if layers else OWN_CUT),
-        "--num-virtual-stages-per-pipeline-rank": ("used", many),
-        "--pipeline-model-parallel-layout": ("not expressed", f"{many}; {OWN_CUT}"),
-    })  # fmt: skip
+    fields.tell_given(*(("used", many) if layers else ("not expressed", OWN_CUT)), per)
+    fields.tell_used(many, "--num-virtual-stages-per-pipeline-rank")
+    fields.tell_given("not expressed", f"{many}; {OWN_CUT}", "--pipeline-model-parallel-layout")
 
 
 def _read_sharding(fields: Fields, draft: Draft) -> None:
@@ -143,17 +116,14 @@ def _read_sharding(fields: Fields, draft: Draft) -> None:
     elif "--use-torch-fsdp2" in fields:
         keeps = "--torch-fsdp2-no-reshard-after-forward" in fields
         name = "zero2" if keeps else "fsdp"
-        fields.tell(
-            "--use-torch-fsdp2", "used", f"{name}: {'gathered weights are kept' if keeps else 'all is sharded'}"
-        )
+        note = f"{name}: {'gathered weights are kept' if keeps else 'all is sharded'}"
+        fields.tell("--use-torch-fsdp2", "used", note)
     if name != "ddp":
         draft.add(name)
     note = "zero1: optimizer states are sharded" if name == "zero1" else f"{name} shards them"
-    fields.tell_all({
-        "--use-distributed-optimizer": ("used", note),
-        "--data-parallel-sharding-strategy": ("used" if sharded else "no effect", name),
-        "--torch-fsdp2-no-reshard-after-forward": ("used", "zero2: gathered weights are kept for backward"),
-    })  # fmt: skip
+    fields.tell_used(note, "--use-distributed-optimizer")
+    fields.tell_given("used" if sharded else "no effect", name, "--data-parallel-sharding-strategy")
+    fields.tell_used("zero2: gathered weights are kept for backward", "--torch-fsdp2-no-reshard-after-forward")
     draft.fields["reduces_each"] = name in ("zero2", "fsdp")
 
 
@@ -172,17 +142,15 @@ def _read_precision(fields: Fields, draft: Draft) -> None:
         if format_ not in (None, "hybrid", "e4m3"):
             raise fields.invalid("--fp8-format", "it is e4m3 or hybrid")
         draft.add("fp8", exclude=["head"], **({} if form == "HYBRID" else {"fp8_format": form}))
-    note = f"fp8 {form}: products of blocks in 8 bits"
-    fields.tell_all(dict.fromkeys(("--fp8-format", "--fp8", "--fp8-hybrid", "--fp8-e4m3"), ("used", note)))
-    delayed = fields.data.get("--fp8-recipe", "delayed") == "delayed"
-    recipe: tuple[Kind, str] = ("used", "scales are delayed") if delayed else ("not expressed", "scales of a tensor")
-    fields.tell_all({"--fp8-recipe": recipe})
-    old = "--use-flash-attn" in fields
-    backend = fields.data.get("--attention-backend", "flash" if old else "auto")
-    if backend in ("unfused", "local"):
-        draft.fields["knobs"]["attention"] = "eager"
-    scores = "attention eager: scores are written" if backend in ("unfused", "local") else "scores are not kept"
-    fields.tell_all({"--attention-backend": ("used", scores), "--use-flash-attn": ("used", scores)})
+    fields.tell_used(f"fp8 {form}: products of blocks in 8 bits", "--fp8-format", "--fp8", "--fp8-hybrid", "--fp8-e4m3")
+    if fields.data.get("--fp8-recipe", "delayed") != "delayed":
+        fields.tell("--fp8-recipe", "not expressed", "scales of a tensor")
+    fields.tell_used("scales are delayed", "--fp8-recipe")
+    scores, old = "scores are not kept", "--use-flash-attn" in fields
+    if fields.data.get("--attention-backend", "flash" if old else "auto") in ("unfused", "local"):
+        draft.knobs["attention"] = "eager"
+        scores = "attention eager: scores are written"
+    fields.tell_used(scores, "--attention-backend", "--use-flash-attn")
 
 
 def _read_recompute(fields: Fields, draft: Draft) -> None:
@@ -195,59 +163,53 @@ def _read_recompute(fields: Fields, draft: Draft) -> None:
     if how not in (None, "full", "selective"):
         raise fields.invalid("--recompute-granularity", "it is full or selective")
     method = fields.data.get("--recompute-method", fields.data.get("--activations-checkpoint-method"))
-    count = number(fields, "--recompute-num-layers") or number(fields, "--activations-checkpoint-num-layers")
+    count = fields.whole("--recompute-num-layers") or fields.whole("--activations-checkpoint-num-layers")
+    note = "attention's scores are recomputed, as fused ones are"
     if how == "full":
-        every = method != "block" or count is None
-        stages = draft.fields["axes"].get("pipeline", 1)
-        draft.add("checkpoint", **({} if every else {"max_checkpoint_module_num": count * stages}))
-    note = (
-        "checkpoint: blocks are recomputed" if how == "full" else "attention's scores are recomputed, as fused ones are"
-    )
-    blocks = f"checkpoint: {count or 1} blocks of a stage" if method == "block" else "checkpoint: all blocks"
-    uniform: tuple[Kind, str] = ("used", blocks)
+        blocks = count * draft.axes.get("pipeline", 1) if method == "block" and count is not None else None
+        draft.add("checkpoint", **({} if blocks is None else {"max_checkpoint_module_num": blocks}))
+        note = "checkpoint: blocks are recomputed"
+    fields.tell_used(note, "--recompute-granularity", "--recompute-activations", "--checkpoint-activations")
+    numbers = ("--recompute-num-layers", "--activations-checkpoint-num-layers")
     if how == "full" and method != "block" and (count or 1) > 1:
-        uniform = ("not expressed", f"inputs of every block are kept in the estimate, not of every {count}")
-    fields.tell_all({
-        "--recompute-granularity": ("used", note),
-        **dict.fromkeys(("--recompute-activations", "--checkpoint-activations"), ("used", note)),
-        **dict.fromkeys(("--recompute-method", "--activations-checkpoint-method"), ("used", blocks)),
-        **dict.fromkeys(("--recompute-num-layers", "--activations-checkpoint-num-layers"), uniform),
-    })  # fmt: skip
+        note = f"inputs of every block are kept in the estimate, not of every {count}"
+        fields.tell_given("not expressed", note, *numbers)
+    note = f"checkpoint: {count or 1} blocks of a stage" if method == "block" else "checkpoint: all blocks"
+    fields.tell_used(note, "--recompute-method", "--activations-checkpoint-method", *numbers)
     modules = fields.data.get("--recompute-modules")
     more = set(modules if isinstance(modules, list) else [modules]) - {None, "core_attn"}
     kind: Kind = "not expressed" if more and how == "selective" else "no effect"
-    fields.tell_all({"--recompute-modules": (kind, "only attention's scores are recomputed in the estimate")})
+    fields.tell_given(kind, "only attention's scores are recomputed in the estimate", "--recompute-modules")
 
 
 def _read_batches(fields: Fields, draft: Draft) -> None:
     if "--batch-size" in fields:
         raise fields.invalid("--batch-size", "Megatron has --micro-batch-size in its place")
-    micro, total = number(fields, "--micro-batch-size"), number(fields, "--global-batch-size")
-    draft.fields |= {"micro_batch": micro, "global_batch": total, "seq": number(fields, "--seq-length")}
+    micro, total = fields.whole("--micro-batch-size"), fields.whole("--global-batch-size")
+    draft.fields |= {"micro_batch": micro, "global_batch": total, "seq": fields.whole("--seq-length")}
     if micro is not None and total is None:
         draft.fields["accumulation"] = 1
         fields.tell("--global-batch-size", "assumed", "one micro-batch a step, Megatron's default")
-    fields.tell_all({
-        "--micro-batch-size": ("used", "samples of a micro-batch"),
-        "--global-batch-size": ("used", "samples of a step on all devices"),
-        "--seq-length": ("used", "tokens of a sample"),
-    })  # fmt: skip
+    fields.tell_used("samples of a micro-batch", "--micro-batch-size")
+    fields.tell_used("samples of a step on all devices", "--global-batch-size")
+    fields.tell_used("tokens of a sample", "--seq-length")
 
 
 def _read_optimizer(fields: Fields, draft: Draft) -> None:
-    kind = fields.data.get("--optimizer", "adam")
-    name = OPTIMIZERS.get(str(kind))
-    known: Kind = "used" if name else "not expressed"
+    name = OPTIMIZERS.get(str(fields.data.get("--optimizer", "adam")))
     moments = {str(fields.data.get(flag, "fp32")) for flag in ("--exp-avg-dtype", "--exp-avg-sq-dtype")}
-    aware = "--use-precision-aware-optimizer" in fields
-    note = "adamw: moments in fp32"
-    if name == "adamw" and aware and "fp32" not in moments:
-        name = "adamw8bit" if moments == {"fp8"} else "adamw_bf16"
-        note = f"{name}: moments in {' and '.join(sorted(moments))}"
-    flags = ("--use-precision-aware-optimizer", "--exp-avg-dtype", "--exp-avg-sq-dtype")
-    fields.tell_all(dict.fromkeys(flags, ("used", note) if aware else ("no effect", "the optimizer does not read it")))
-    draft.fields["knobs"] |= {"optimizer": name} if name not in (None, "adamw") else {}
-    fields.tell_all({"--optimizer": (known, f"optimizer {name or 'adamw'}{'' if name else ' in the estimate'}")})
+    kind: Kind = "no effect"
+    note = "the optimizer does not read it"
+    if "--use-precision-aware-optimizer" in fields:
+        kind, note = "used", "adamw: moments in fp32"
+        if name == "adamw" and "fp32" not in moments:
+            name = "adamw8bit" if moments == {"fp8"} else "adamw_bf16"
+            note = f"{name}: moments in {' and '.join(sorted(moments))}"
+    fields.tell_given(kind, note, "--use-precision-aware-optimizer", "--exp-avg-dtype", "--exp-avg-sq-dtype")
+    draft.knobs |= {"optimizer": name} if name not in (None, "adamw") else {}
+    if name is None:
+        fields.tell_given("not expressed", "optimizer adamw in the estimate", "--optimizer")
+    fields.tell_used(f"optimizer {name}", "--optimizer")
     share = fields.data.get("--optimizer-offload-fraction", "1.0")
     if "--optimizer-cpu-offload" in fields:
         if not (isinstance(share, str) and re.fullmatch(r"0?\.\d{1,9}|1(\.0*)?|0(\.0*)?", share)):
@@ -255,36 +217,36 @@ def _read_optimizer(fields: Fields, draft: Draft) -> None:
         if float(share):
             draft.add("offload", optimizer=float(share))
     note = "offload: the host holds and steps the share of optimizer states"
-    fields.tell_all(dict.fromkeys(("--optimizer-cpu-offload", "--optimizer-offload-fraction"), ("used", note)))
-    kept = number(fields, "--cpu-offloading-num-layers", 0)
-    fields.tell_all({"--cpu-offloading-num-layers": ("not expressed", f"activations of {kept} blocks stay on devices")})
+    fields.tell_used(note, "--optimizer-cpu-offload", "--optimizer-offload-fraction")
+    kept = fields.whole("--cpu-offloading-num-layers", 0)
+    fields.tell_given("not expressed", f"activations of {kept} blocks stay on devices", "--cpu-offloading-num-layers")
 
 
 def _read_shape(fields: Fields, draft: Draft, tensor: int) -> None:
     """The model's shape, if its main sizes are given."""
     shape: dict[str, int] = {}
     for flag, (name, words) in SIZES.items():
-        size = number(fields, flag)
+        size = fields.whole(flag)
         if size is not None:
             shape[name] = size
             fields.tell(flag, "used", words)
     if not {"layers", "hidden", "heads"} <= shape.keys():
         return
     hidden, gated = shape["hidden"], "--swiglu" in fields or "--quick-geglu" in fields
-    ffn = number(fields, "--ffn-hidden-size") or (hidden * 8 // 3 // 64 * 64 if gated else 4 * hidden)
+    ffn = fields.whole("--ffn-hidden-size") or (hidden * 8 // 3 // 64 * 64 if gated else 4 * hidden)
     if "experts" in shape:
-        ffn = number(fields, "--moe-ffn-hidden-size") or ffn
+        ffn = fields.whole("--moe-ffn-hidden-size") or ffn
         shape.setdefault("top-k", 2)
     shape["ffn"] = ffn if gated else max(1, 2 * ffn // 3)
     plain = "the estimate has a gated layer of as many parameters, 2/3 as wide"
     width = f"width of the feed-forward layer{'' if gated else f'; {plain}'}"
-    fields.tell_all(dict.fromkeys(("--ffn-hidden-size", "--moe-ffn-hidden-size"), ("used", width)))
-    fields.tell_all({"--swiglu": ("used", "the feed-forward layer is gated"), "--quick-geglu": ("used", "it is gated")})
+    fields.tell_used(width, "--ffn-hidden-size", "--moe-ffn-hidden-size")
+    fields.tell_used("the feed-forward layer is gated", "--swiglu", "--quick-geglu")
     if not gated:
         fields.tell("--swiglu", "assumed", f"the feed-forward layer is not gated: {plain}")
-    groups = number(fields, "--num-query-groups", default=1) if "--group-query-attention" in fields else shape["heads"]
-    shape["kv-heads"] = groups or 1
-    fields.tell_all(dict.fromkeys(("--group-query-attention", "--num-query-groups"), ("used", "key and value heads")))
+    is_grouped = "--group-query-attention" in fields
+    shape["kv-heads"] = fields.size("--num-query-groups") if is_grouped else shape["heads"]
+    fields.tell_used("key and value heads", "--group-query-attention", "--num-query-groups")
     if "--untie-embeddings-and-output-weights" not in fields:
         shape["tied"] = 1
     note = "the head has weights of its own" if "tied" not in shape else "the head has the embedding's weights"
@@ -295,13 +257,13 @@ def _read_shape(fields: Fields, draft: Draft, tensor: int) -> None:
 
 def _vocabulary(fields: Fields, tensor: int) -> int:
     """Rows of the embedding: those of the tokenizer, padded for tensor parallelism."""
-    given = number(fields, "--padded-vocab-size") or number(fields, "--vocab-size")
+    given = fields.whole("--padded-vocab-size") or fields.whole("--vocab-size")
     tokenizer = str(fields.data.get("--tokenizer-type"))
     size = given or VOCABULARIES.get(tokenizer) or _vocabulary_of(fields) or 50257
-    multiple = (number(fields, "--make-vocab-size-divisible-by", default=128) or 128) * tensor
+    multiple = fields.size("--make-vocab-size-divisible-by", 128) * tensor
     rows = -(-size // multiple) * multiple
     note = f"{size:,} tokens, padded to {rows:,}"
-    fields.tell_all({"--tokenizer-type": ("used", note), "--make-vocab-size-divisible-by": ("used", note)})
+    fields.tell_used(note, "--tokenizer-type", "--make-vocab-size-divisible-by")
     fields.tell("--vocab-size", "used" if given else "assumed", note)
     return rows
 
@@ -315,12 +277,4 @@ def _vocabulary_of(fields: Fields) -> int | None:
     return None if facts is None else int(facts["vocab"])
 
 
-TARGET = Target(
-    name="megatron",
-    title="Megatron-LM",
-    recognises=recognises,
-    read=read,
-    lacks=lacks,
-    write=write,
-    command=lambda setup: f"bash {NAME}",
-)
+TARGET = Target("megatron", "Megatron-LM", recognises, read, lacking, write, lambda setup: f"bash {NAME}")

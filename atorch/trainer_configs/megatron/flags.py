@@ -40,12 +40,8 @@ KNOBS: Mapping[str, tuple[str, ...]] = {
 }
 
 
-def lacks(strategy: Strategy) -> tuple[str, ...]:
+def lacking(strategy: Strategy) -> Iterator[str]:
     """See `Target.lacks`."""
-    return tuple(_lacking(strategy))
-
-
-def _lacking(strategy: Strategy) -> Iterator[str]:
     methods = {method.name: method for method in strategy}
     yield from lacking_methods(strategy, ABSENT, KNOBS)
     sizes = {axis: size for method in strategy for axis, size in getattr(method, "slices", ())}

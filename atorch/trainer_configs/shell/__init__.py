@@ -9,28 +9,21 @@ from __future__ import annotations
 
 import ast
 import operator
-import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 from atorch.errors import ArgumentError
-from atorch.files import FileKind, read_bytes
-from atorch.trainer_configs.shell.words import ASSIGNMENT, MAX_DEPTH, Part, ShellWord, tokens_of, word_at
+from atorch.trainer_configs.shell.words import ASSIGNMENT, OPERATORS, end_of, tokens_of
 
-if TYPE_CHECKING:
-    from atorch.trainer_configs.source import Source
-
-MAX_CHARACTERS, MAX_EXPANDED, MAX_NUMBER = 2**17, 2**21, 10**15
+MAX_CHARACTERS, MAX_EXPANDED, MAX_NUMBER, MAX_DEPTH = 2**17, 2**21, 10**15, 40
 SUFFIXES = (".sh", ".bash", ".slurm", ".sbatch")
-FORMAT = FileKind("script", ArgumentError, max_bytes=MAX_CHARACTERS)
 _RESERVED = frozenset(
     ("if", "then", "elif", "else", "fi", "for", "select", "while", "until", "do", "done", "case", "esac", "{", "}")
 )
 _DECLARING = frozenset(("export", "declare", "local", "readonly", "typeset"))
+_PLAIN: Sequence[re.Pattern[str]] = (re.compile(r"""[^\\'"$`]+"""), re.compile(r"""[^\\"$`]+"""))  # not quoted, quoted
 _PARAMETER = re.compile(r"(\w+|[@*])(?:\[([^\]]*)\])?(?:(:?[-=+?])(.*))?", re.ASCII | re.DOTALL)
 _SLURM = re.compile(r"^#SBATCH\s+-{1,2}(nodes|N|ntasks-per-node|gpus-per-node|gres)[= ]\s*([\w:]+)", re.MULTILINE)
 _SLURM_NAMES: Mapping[str, tuple[str, ...]] = {
@@ -43,10 +36,15 @@ _ARITHMETIC: Mapping[type[ast.operator], Callable[[int, int], int]] = {
     **{ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul},
     **{ast.Div: operator.floordiv, ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod},
 }
-_NUMBERS: Mapping[str, Callable[[int, int], bool]] = {
-    **{"-eq": operator.eq, "-ne": operator.ne, "-gt": operator.gt, "-ge": operator.ge},
-    **{"-lt": operator.lt, "-le": operator.le},
+_COMPARISONS: Mapping[str, Callable[[int, int], bool]] = {
+    **dict.fromkeys(("-eq", "=="), operator.eq),
+    **dict.fromkeys(("-ne", "!="), operator.ne),
+    **dict.fromkeys(("-gt", ">"), operator.gt),
+    **dict.fromkeys(("-ge", ">="), operator.ge),
+    **dict.fromkeys(("-lt", "<"), operator.lt),
+    **dict.fromkeys(("-le", "<="), operator.le),
 }
+"""Of numbers, in `[ … ]` and in `(( … ))`."""
 
 
 @dataclass(frozen=True)
@@ -84,10 +82,13 @@ def read_script(text: str) -> Script:
     """
     if len(text) > MAX_CHARACTERS:
         raise ArgumentError(f"a script of {len(text):,} characters; at most {MAX_CHARACTERS:,} are read")
-    reader = _Reader(list(tokens_of(text, 0)))
-    for option, value in _SLURM.findall(text):
-        reader.variables |= dict.fromkeys(_SLURM_NAMES.get(option, ()), [value.rpartition(":")[2]])
-    reader.block(frozenset(), live=True, depth=0)
+    try:
+        reader = _Reader(list(tokens_of(text)))
+        for option, value in _SLURM.findall(text):
+            reader.variables |= dict.fromkeys(_SLURM_NAMES.get(option, ()), [value.rpartition(":")[2]])
+        reader.block(frozenset(), live=True, depth=0)
+    except RecursionError:
+        raise ArgumentError("a script is nested too deep") from None
     return Script(tuple(reader.commands), {name: tuple(values) for name, values in reader.variables.items()})
 
 
@@ -99,7 +100,7 @@ def is_known(word: str) -> bool:
 class _Reader:
     """The state of reading: tokens and their place, variables, and the commands so far."""
 
-    def __init__(self, tokens: list[ShellWord | str]) -> None:
+    def __init__(self, tokens: list[str]) -> None:
         self.tokens, self.at = tokens, 0
         self.variables: dict[str, list[str]] = {}
         self.commands: list[Command] = []
@@ -114,115 +115,121 @@ class _Reader:
             raise ArgumentError(f"a script is nested deeper than {MAX_DEPTH} levels")
         while self.at < len(self.tokens):
             token = self.tokens[self.at]
-            if isinstance(token, str):
-                self.at += 1
-                if token in ends:
-                    return token
+            if token not in OPERATORS and token not in _RESERVED and token != "!":
+                self._command(self._words(), live)
                 continue
-            word = token.plain
-            if word in _RESERVED or word == "!":
-                self.at += 1
-                if word in ends:
-                    return word
-                if word == "if":
-                    self._if(live, depth + 1)
-                elif word in ("for", "select", "while", "until"):
-                    self._loop(live, depth + 1)
-                elif word == "case":
-                    self._case(live, depth + 1)
-                continue
-            self._command(self._words(), live)
+            self.at += 1
+            if token in ends:
+                return token
+            if token == "if":
+                self._if(live, depth + 1)
+            elif token in ("for", "select", "while", "until"):
+                self._loop(live, depth + 1)
+            elif token == "case":
+                self._case(live, depth + 1)
         return ""
 
-    def _words(self) -> list[ShellWord]:
+    def _words(self) -> list[str]:
         """The words up to the next operator."""
         began = self.at
-        while self.at < len(self.tokens) and not isinstance(self.tokens[self.at], str):
+        while self.at < len(self.tokens) and self.tokens[self.at] not in OPERATORS:
             self.at += 1
-        return [token for token in self.tokens[began : self.at] if isinstance(token, ShellWord)]
+        return self.tokens[began : self.at]
 
-    def _command(self, words: Sequence[ShellWord], live: bool) -> None:
+    def _command(self, words: list[str], live: bool) -> None:
         if not live:
             return
-        given, alone = list(words), dict[str, str]()
-        declares = bool(given) and given[0].plain in _DECLARING
-        names = [word for word in given if declares or not alone and self._assigned(word)]
-        if declares or len(names) == len(given):
-            for word in names:
+        if words[0] in _DECLARING or all(map(ASSIGNMENT.match, words)):
+            for word in words:
                 self._assign(word)
             return
-        while given and (assigned := self._assigned(given[0])):
-            alone[assigned[1]] = self._joined(given.pop(0))[assigned.end() :]
-        expanded = [text for word in given for text in self._expanded(word)]
+        alone = dict[str, str]()
+        while assigned := ASSIGNMENT.match(words[0]):
+            alone[assigned[1]] = self._joined(words.pop(0)[assigned.end() :])
+        expanded = [text for word in words for text in self._expanded(word)]
         if "-c" in expanded[1:-1]:  # of `bash -c "a command"`
             at = expanded.index("-c", 1) + 1
             expanded[at : at + 1] = expanded[at].split()
         self.commands.append(Command(tuple(expanded), alone))
 
-    @staticmethod
-    def _assigned(word: ShellWord) -> re.Match[str] | None:
-        first = word.parts[0] if word.parts else None
-        return ASSIGNMENT.match(first.text) if first and first.kind == "text" and not first.quoted else None
-
-    def _assign(self, word: ShellWord) -> None:
-        assigned = self._assigned(word)
+    def _assign(self, word: str) -> None:
+        assigned = ASSIGNMENT.match(word)
         if assigned is None:
             return
-        name, appends = assigned[1], bool(assigned[2])
-        old = self.variables.get(name, []) if appends else []
-        if word.array is not None:
-            self.variables[name] = [*old, *(text for member in word.array for text in self._expanded(member))]
+        name, value = assigned[1], word[assigned.end() :]
+        old = self.variables.get(name, []) if assigned[2] else []
+        if value.startswith("("):
+            members = (member for member in tokens_of(value[1:-1]) if member not in OPERATORS)
+            self.variables[name] = [*old, *(text for member in members for text in self._expanded(member))]
         else:
-            self.variables[name] = ["".join(old[:1]) + self._joined(word)[assigned.end() :], *old[1:]]
+            self.variables[name] = ["".join(old[:1]) + self._joined(value), *old[1:]]
 
-    def _joined(self, word: ShellWord) -> str:
-        return self._spend("".join(" ".join(self._values(part)) for part in word.parts))
+    def _joined(self, word: str) -> str:
+        return self._spend("".join(" ".join(values) for values, _ in self._parts(word)))
 
-    def _expanded(self, word: ShellWord) -> list[str]:
+    def _expanded(self, word: str) -> list[str]:
         """The words that a word becomes: what is not quoted is split at spaces."""
-        made, grows = list[list[str]](), False
-        for part in word.parts:
-            pieces = self._values(part)
-            if part.kind == "parameter" and not part.quoted and pieces[:1] != ["${" + part.text + "}"]:
-                text = " ".join(pieces)
-                pieces = text.split()
-                grows = grows and not text[:1].isspace()
-            for index, piece in enumerate(pieces):
+        made, grows = list[str](), False
+        for values, splits in self._parts(word):
+            if splits:
+                text = " ".join(values)
+                values, grows = text.split(), grows and not text[:1].isspace()
+            for index, value in enumerate(values):
                 if index == 0 and grows and made:
-                    made[-1].append(piece)
+                    made[-1] += value
                 else:
-                    made.append([piece])
-            grows = bool(pieces) or grows
-        return [self._spend("".join(pieces)) for pieces in made]
+                    made.append(value)
+            grows = bool(values) or grows
+        return [self._spend(text) for text in made]
 
-    def _values(self, part: Part, depth: int = 0) -> list[str]:
-        if part.kind in ("text", "unknown"):
-            return [part.text]
-        if part.kind == "arithmetic":
-            number = self._number(part.text)
-            return [f"$(({part.text}))" if number is None else str(number)]
-        found = _PARAMETER.fullmatch(part.text)
-        if found is None or depth > MAX_DEPTH:
-            return ["${" + part.text + "}"]
+    def _parts(self, word: str, is_quoted: bool = False) -> Iterator[tuple[list[str], bool]]:
+        """The values of each part of a word, and whether they are split at spaces."""
+        at = 0
+        while at < len(word):
+            plain = _PLAIN[is_quoted].match(word, at)
+            end = end_of(word, at, '"' if is_quoted else "") if plain is None else plain.end()
+            part, at = word[at:end], end
+            if part[0] == "\\":
+                is_kept = is_quoted and part[1:] not in ('"', "\\", "$", "`", "\n")
+                text = part if is_kept else part[1:].strip("\n")
+                yield [text] if text else [], False
+            elif part[0] == "'" and not is_quoted:
+                yield [part[1:].removesuffix("'")], False
+            elif part[0] == '"':
+                inner = part[1:].removesuffix('"')
+                yield from self._parts(inner, is_quoted=True) if inner else [([""], False)]
+            elif part.startswith("$(("):
+                number = self._number(part[3:-2])
+                yield [part if number is None else str(number)], False
+            elif part[0] != "$" or len(part) == 1 or part.startswith("$("):
+                yield [part], False
+            else:
+                values = self._parameter(part[2:-1] if part.startswith("${") else part[1:])
+                yield ([part], False) if values is None else (values, not is_quoted)
+
+    def _parameter(self, text: str) -> list[str] | None:
+        """The values of ${…}; None for what only a run can tell."""
+        found = _PARAMETER.fullmatch(text)
+        if found is None:
+            return None
         name, index, action, default = found.groups()
         if name in ("@", "*"):  # the arguments of the script, of which there are none
             return []
         values = self.variables.get(name)
         missing = values is None or action and action.startswith(":") and not "".join(values)
         if action and action[-1] in "+?" and missing:
-            return [] if action[-1] == "+" else ["${" + part.text + "}"]
+            return [] if action[-1] == "+" else None
         if action and missing == (action[-1] != "+"):
-            word, _ = word_at(default or "", 0, "")
-            values = ["".join(" ".join(self._values(inner, depth + 1)) for inner in word.parts)]
+            values = [self._joined(default or "")]
             if action[-1] == "=":
                 self.variables[name] = values
         if values is None:
             return [f"${name}"]
         if index is None:
-            return [self._spend(value) for value in values[:1]]
+            return values[:1]
         if index in ("@", "*"):
-            return [self._spend(value) for value in values]
-        return values[int(index) : int(index) + 1] if index.isdigit() and len(index) < 6 else ["${" + part.text + "}"]
+            return values
+        return values[int(index) : int(index) + 1] if index.isdigit() and len(index) < 6 else None
 
     def _spend(self, text: str) -> str:
         self.spent += len(text)
@@ -257,7 +264,7 @@ class _Reader:
         """Read an `if` to its `fi`; where a condition is not known, no branch has an effect."""
         taken: bool | None = False
         while True:
-            holds = self._condition(depth) if live and taken is False else None
+            holds = self._condition() if live and taken is False else None
             end = self.block(frozenset(("else", "elif", "fi")), live and taken is False and holds is True, depth)
             if taken is False:
                 taken = holds
@@ -266,25 +273,22 @@ class _Reader:
             if end != "elif":
                 return
 
-    def _condition(self, depth: int) -> bool | None:
+    def _condition(self) -> bool | None:
         """The truth of the commands up to `then`; None if it is not known."""
         holds: bool | None = None
         joined, negated, is_open = "", False, False  # open: within [[ …, which holds && and || as well
         while self.at < len(self.tokens):
             token = self.tokens[self.at]
-            if isinstance(token, str):
+            if token in OPERATORS or token in ("then", "!"):
+                self.at += 1
                 joined = token if token in ("&&", "||") else joined
-                self.at += 1
-                continue
-            if token.plain == "then":
-                self.at += 1
-                return holds
-            if token.plain == "!":
-                negated, self.at = True, self.at + 1
+                negated = negated or token == "!"
+                if token == "then":
+                    return holds
                 continue
             words = self._words()
-            one = self._truth([ShellWord([Part("[[", False)]), *words] if is_open else words)
-            is_open = (is_open or words[0].plain == "[[") and words[-1].plain != "]]"
+            one = self._truth(["[[", *words] if is_open else words)
+            is_open = (is_open or words[0] == "[[") and words[-1] != "]]"
             one = one if one is None or not negated else not one
             if joined == "&&":
                 holds = False if False in (holds, one) else None if None in (holds, one) else True
@@ -295,18 +299,17 @@ class _Reader:
             joined, negated = "", False
         return holds
 
-    def _truth(self, words: Sequence[ShellWord]) -> bool | None:
+    def _truth(self, words: Sequence[str]) -> bool | None:
         """The truth of one test, such as `[ $A = b ]`; None if it is not known."""
-        if len(words) == 1 and words[0].parts and words[0].parts[0].kind == "arithmetic":
-            sides = re.fullmatch(r"(.+?)(==|!=|<=|>=|<|>)(.+)", words[0].parts[0].text)
+        if len(words) == 1 and words[0].startswith("$(("):
+            sides = re.fullmatch(r"(.+?)(==|!=|<=|>=|<|>)(.+)", words[0][3:-2])
             if sides is None:
                 return None
             left, right = self._number(sides[1]), self._number(sides[3])
-            symbols = {"==": "-eq", "!=": "-ne", "<=": "-le", ">=": "-ge", "<": "-lt", ">": "-gt"}
-            return None if left is None or right is None else bool(_NUMBERS[symbols[sides[2]]](left, right))
-        if not words or words[0].plain not in ("[", "[[", "test"):
+            return None if left is None or right is None else _COMPARISONS[sides[2]](left, right)
+        if words[0] not in ("[", "[[", "test"):
             return None
-        terms = [self._joined(word) for word in words[1:] if word.plain not in ("]", "]]")]
+        terms = [self._joined(word) for word in words[1:] if word not in ("]", "]]")]
         negated = bool(terms) and terms[0] == "!"
         holds = self._compared(terms[negated:])
         return holds if holds is None else holds != negated
@@ -318,20 +321,18 @@ class _Reader:
         if len(terms) != 3 or not is_known(terms[0]) or not is_known(terms[2]):
             return None
         left, compares, right = terms
-        if compares in ("=", "=="):
-            return left == right
-        if compares == "!=":
-            return left != right
-        if compares in _NUMBERS and left.isdecimal() and right.isdecimal() and len(left + right) < 30:
-            return bool(_NUMBERS[compares](int(left), int(right)))
+        if compares in ("=", "==", "!="):
+            return (left == right) == (compares != "!=")
+        if compares in _COMPARISONS and left.isdecimal() and right.isdecimal() and len(left + right) < 30:
+            return _COMPARISONS[compares](int(left), int(right))
         return None
 
     def _loop(self, live: bool, depth: int) -> None:
         """Read a loop to its `done`, its body once, with the first value of the variable."""
         words = self._words()
-        if live and len(words) > 2 and words[1].plain == "in":
+        if live and len(words) > 2 and words[1] == "in":
             values = [text for word in words[2:] for text in self._expanded(word)]
-            self.variables[words[0].plain] = values[:1]
+            self.variables[words[0]] = values[:1]
         self.block(frozenset(("do",)), False, depth)
         self.block(frozenset(("done",)), live, depth)
 
@@ -343,9 +344,9 @@ class _Reader:
         while self.at < len(self.tokens):
             token = self.tokens[self.at]
             self.at += 1
-            if isinstance(token, ShellWord):
-                if token.plain == "esac":
-                    return
+            if token == "esac":
+                return
+            if token not in OPERATORS:
                 patterns.append(token)
             elif token == ")":
                 matches = live and any(fnmatchcase(subject, self._joined(pattern)) for pattern in patterns)
@@ -353,19 +354,3 @@ class _Reader:
                 if self.block(frozenset((";;", "esac")), matches, depth) == "esac":
                     return
                 live = live and not matches
-
-
-def command_of(source: Source) -> tuple[Command, Mapping[str, tuple[str, ...]]]:
-    """The longest command of a source, and the variables of its script; a script's file is read again.
-
-    Raises:
-        ArgumentError: as `read_script`.
-    """
-    path = Path(source.name)
-    if not source.data and path.suffix.lower() in SUFFIXES and os.path.isfile(path):
-        script = read_script(read_bytes(path, FORMAT).decode(errors="replace"))
-        return script.main_command, script.variables
-    words, variables = list(source.words), dict[str, str]()
-    while words and (assigned := ASSIGNMENT.match(words[0])) is not None:
-        variables[assigned[1]] = words.pop(0)[assigned.end() :]
-    return Command(tuple(words), variables), {}

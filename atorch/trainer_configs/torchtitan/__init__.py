@@ -11,17 +11,14 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from atorch.trainer_configs.keys import Keys, file_of, number, processes, split_launch, tell_rest
+from atorch.trainer_configs.keys import SCHEDULES, Keys, read_launcher, split_launch
 from atorch.trainer_configs.setup import Draft, Entry, Kind, Target, TrainingSetup
-from atorch.trainer_configs.shell import command_of, is_known
-from atorch.trainer_configs.source import Fields, Source, options_of, values_of_toml
-from atorch.trainer_configs.torchtitan.flags import CONTEXT, NAME, TOKENS, lacks, write
+from atorch.trainer_configs.shell import is_known
+from atorch.trainer_configs.source import Fields, Source, options_of, values_of
+from atorch.trainer_configs.torchtitan.flags import CONTEXT, NAME, TOKENS, lacking, write
 
+MICRO_BATCHES = "parallelism.num_pp_microbatches"
 MODES = ("none", "selective", "full", "memory_budget")
-SCHEDULES: Mapping[str, str] = {
-    **{"1f1b": "1f1b", "gpipe": "gpipe", "interleaved1f1b": "interleaved"},
-    **dict.fromkeys(("interleavedzerobubble", "zbvzerobubble", "dualpipev"), "zero_bubble"),
-}
 RENAMED: Mapping[str, str] = {
     "training.batch_size": "training.local_batch_size",
     "training.tensor_parallel_degree": "parallelism.tensor_parallel_degree",
@@ -57,23 +54,21 @@ def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, An
 
 def _values(source: Source, entries: list[Entry], draft: Draft) -> dict[str, Any]:
     """The values by dotted key: flags over those of the TOML file, early names as the later ones."""
-    command, script_variables = command_of(source)
-    launcher, _, words = split_launch(command.words)
-    variables = {name: found[0] for name, found in script_variables.items() if found} | dict(command.variables)
-    nodes, per_node, told = processes(launcher, variables)
-    entries += told
-    draft.fields |= {"num_nodes": nodes, "devices_per_node": per_node}
+    launcher, _, words = split_launch(source.command)
+    variables = source.environment
+    entries += read_launcher(launcher, variables, draft)
     values = dict(_flat(source.data))
     modes = [word.partition(":")[2] for word in words if re.match(r"activation[-_]checkpoint:", word)]
     options = options_of([word for word in words if not re.match(r"[a-z_-]+:[a-z-]+$", word)])[0]
     given = {name.lstrip("-").replace("-", "_"): value for name, value in options.items()}
     named = given.get("job.config_file", variables.get("CONFIG_FILE"))
     if isinstance(named, str):
-        path = file_of(source, named)
-        if path is not None:
-            values |= dict(_flat(values_of_toml(path)))
-        note = "its values follow" if path else "the file is not here: torchtitan's defaults in its place"
-        entries.append(Entry("job.config_file", named, "used" if path else "assumed", note))
+        path = source.beside(named)
+        told: tuple[Kind, str] = ("assumed", "the file is not here: torchtitan's defaults in its place")
+        if path.is_file():
+            values |= dict(_flat(values_of(path)))
+            told = ("used", "its values follow")
+        entries.append(Entry("job.config_file", named, *told))
         given.pop("job.config_file", None)
     for name in ("module", "config"):
         if name.upper() in variables and name not in given:
@@ -99,7 +94,7 @@ def read(source: Source) -> TrainingSetup:
     _read_sharding(fields, draft, is_new)
     _read_recompute(fields, draft, config, layers)
     _read_rest(fields, draft, config)
-    return draft.setup(TARGET.name, tell_rest(fields, keys))
+    return draft.setup(TARGET.name, fields.finish(keys))
 
 
 def _read_model(fields: Fields, draft: Draft, keys: Keys, config: Mapping[str, Any]) -> int | None:
@@ -112,116 +107,95 @@ def _read_model(fields: Fields, draft: Draft, keys: Keys, config: Mapping[str, A
     draft.fields["model"] = model
     note = f"the model {model}" if model else "a model that the catalogue has not: give its config.json"
     told: Kind = "used" if model else "assumed"
-    fields.tell_all(dict.fromkeys(("module", "config", "model.name", "model.flavor"), (told, note)))
+    fields.tell_given(told, note, "module", "config", "model.name", "model.flavor")
     facts = shapes.known(model) if model else None
     return None if facts is None else int(facts["layers"])
 
 
-def _degree(fields: Fields, name: str, default: int = 1, least: int = 1) -> int:
-    found = number(fields, f"parallelism.{name}_degree", least, default)
-    return default if found is None else found
-
-
 def _read_mesh(fields: Fields, draft: Draft, config: Mapping[str, Any], layers: int | None) -> None:
-    tensor, context = _degree(fields, "tensor_parallel", config.get("tensor", 1)), _degree(fields, "context_parallel")
-    stages = _degree(fields, "pipeline_parallel")
-    draft.split("tensor", tensor, "tensor_parallel")
+    keys = [f"parallelism.{axis}_parallel_degree" for axis in ("tensor", "context", "pipeline")]
+    tensor, context, stages = map(fields.size, keys, (config.get("tensor", 1), 1, 1))
+    fields.tell_used(draft.split("tensor", tensor, "tensor_parallel"), keys[0])
+    if tensor > 1:
+        fields.tell(keys[0], "assumed", f"tensor {tensor}, as the configuration has it")
     by_tokens = tensor > 1 and fields.flag("parallelism.enable_sequence_parallel") is not False
     if by_tokens:
         draft.add("sequence_parallel", mode="megatron")
+    note = "sequence_parallel (megatron)" if by_tokens else "no sequence_parallel"
+    fields.tell_used(note, "parallelism.enable_sequence_parallel")
     balances = fields.data.get("parallelism.context_parallel_load_balancer", "headtail") not in (None, "None")
-    draft.split("context", context, "context_parallel", **({} if balances else {"load_balance": False}))
+    settings: dict[str, Any] = {} if balances else {"load_balance": False}
+    fields.tell_used(draft.split("context", context, "context_parallel", **settings), keys[1])
+    note = f"context_parallel: {'' if balances else 'not '}balanced"
+    fields.tell_used(note, "parallelism.context_parallel_load_balancer")
     word = str(fields.data.get("parallelism.pipeline_parallel_schedule", "1F1B")).lower()
     if word not in SCHEDULES and stages > 1 and is_known(word):
         raise fields.invalid("parallelism.pipeline_parallel_schedule", f"the planner knows {', '.join(SCHEDULES)}")
     schedule = SCHEDULES.get(word, "1f1b")
-    per_stage = number(fields, "parallelism.pipeline_parallel_layers_per_stage")
+    per_stage = fields.whole("parallelism.pipeline_parallel_layers_per_stage")
     pieces = -(-layers // (stages * per_stage)) if per_stage and layers else 2
-    settings: dict[str, Any] = {} if schedule == "1f1b" else {"schedule": schedule}
+    settings = {} if schedule == "1f1b" else {"schedule": schedule}
     if schedule == "interleaved" and pieces > 2:
         settings["interleave"] = pieces
-    draft.split("pipeline", stages, "pipeline_parallel", **settings)
-    kind: Kind = "not expressed" if schedule == "zero_bubble" else "used"
-    more = ", with one piece of the model on a process" if schedule == "zero_bubble" else ""
-    notes: dict[str, tuple[Kind, str]] = {
-        "tensor_parallel_degree": ("used", f"tensor {tensor}: tensor_parallel" if tensor > 1 else "no split"),
-        "enable_sequence_parallel": ("used", "sequence_parallel (megatron)" if by_tokens else "no sequence_parallel"),
-        "context_parallel_degree": ("used", f"context {context}: context_parallel" if context > 1 else "no split"),
-        "context_parallel_load_balancer": ("used", "context_parallel: " + ("balanced" if balances else "not balanced")),
-        "context_parallel_rotate_method": ("not expressed", "keys and values pass around a ring in the estimate"),
-        "pipeline_parallel_degree": ("used", f"pipeline {stages}: pipeline_parallel" if stages > 1 else "no split"),
-        "pipeline_parallel_schedule": (kind, f"{schedule}{more}")
-        if stages > 1
-        else ("no effect", "there is one stage"),
-        "pipeline_parallel_layers_per_stage": ("used" if layers else "assumed", f"{pieces} pieces on a process"),
-    }
-    fields.tell_all({f"parallelism.{name}": entry for name, entry in notes.items()})
-    if tensor > 1 and "parallelism.tensor_parallel_degree" not in fields:
-        fields.tell("parallelism.tensor_parallel_degree", "assumed", f"tensor {tensor}, as the configuration has it")
+    fields.tell_used(draft.split("pipeline", stages, "pipeline_parallel", **settings), keys[2])
+    told: tuple[Kind, str] = ("used", schedule)
+    if stages == 1:
+        told = ("no effect", "there is one stage")
+    elif schedule == "zero_bubble":
+        told = ("not expressed", f"{schedule}, with one piece of the model on a process")
+    fields.tell_given(*told, "parallelism.pipeline_parallel_schedule")
+    note = f"{pieces} pieces on a process"
+    fields.tell_given("used" if layers else "assumed", note, "parallelism.pipeline_parallel_layers_per_stage")
 
 
 def _read_batches(fields: Fields, draft: Draft, config: Mapping[str, Any], is_new: bool) -> None:
-    stages = draft.fields["axes"].get("pipeline", 1)
+    stages = draft.axes.get("pipeline", 1)
     forms = ("training.local_batch_size", "training.global_batch_size", "training.seq_len"), (TOKENS, CONTEXT)
     old, new = (next((key for key in form if key in fields), None) for form in forms)
     if old and new:
         raise fields.invalid(old, f"{new} is given as well, which took its place; give one form")
     length = config.get("seq", 2048)
     if not is_new:
-        local = number(fields, "training.local_batch_size", default=config.get("tokens", 8 * length) // length) or 1
-        size = 1
-        if stages > 1:
-            size = number(fields, "parallelism.pipeline_parallel_microbatch_size", default=1) or 1
-            if local % size:
-                raise fields.invalid("training.local_batch_size", f"pipeline micro-batches of {size} do not divide it")
-        total = number(fields, "training.global_batch_size", -1)
+        local = fields.size("training.local_batch_size", config.get("tokens", 8 * length) // length)
+        size = fields.size("parallelism.pipeline_parallel_microbatch_size") if stages > 1 else local
+        if local % size:
+            raise fields.invalid("training.local_batch_size", f"pipeline micro-batches of {size} do not divide it")
+        total = fields.whole("training.global_batch_size", -1)
         if total is not None and total < 1:
             total = None
-        draft.fields |= {"micro_batch": size if stages > 1 else local, "global_batch": total}
-        draft.fields["accumulation"] = None if total else local // size if stages > 1 else 1
-        draft.fields["seq"] = number(fields, "training.seq_len", default=length)
+        draft.fields |= {"micro_batch": size, "accumulation": None if total else local // size}
+        draft.fields |= {"global_batch": total, "seq": fields.size("training.seq_len", length)}
+        for key in ("training.local_batch_size", "training.seq_len"):
+            if key not in fields:
+                note = "the default of the configuration, or torchtitan's 8 samples of 2,048 tokens"
+                fields.tell(key, "assumed", note)
     else:
-        seq = number(fields, CONTEXT, default=length) or 1
-        tokens = number(fields, TOKENS, default=config.get("tokens", 16384)) or 16384
+        seq, tokens = fields.size(CONTEXT, length), fields.size(TOKENS, config.get("tokens", 16384))
         if tokens % seq:
             fields.tell(TOKENS, "not expressed", f"{max(1, tokens // seq)} samples of {seq} tokens in the estimate")
-        step = number(fields, "training.num_tokens_per_train_step", -1)
-        count = number(fields, "parallelism.num_pp_microbatches", default=1) or 1
+        step, count = fields.whole("training.num_tokens_per_train_step", -1), fields.size(MICRO_BATCHES)
         total = max(1, step // seq) if step is not None and step > 0 else None
         draft.fields |= {"micro_batch": max(1, tokens // seq), "global_batch": total, "seq": seq}
         draft.fields["accumulation"] = None if total else count if stages > 1 else 1
-    fields.tell_all({
-        "training.local_batch_size": ("used", "samples of a process in a pass, or of all micro-batches of a pipeline"),
-        "training.global_batch_size": ("used", "samples of a step on all devices"),
-        "parallelism.pipeline_parallel_microbatch_size": ("used", "samples of a micro-batch")
-        if stages > 1
-        else ("no effect", "there is one stage"),
-        "training.seq_len": ("used", "tokens of a sample"),
-        TOKENS: ("used", "tokens of a micro-batch"),
-        CONTEXT: ("used", "tokens of a sample"),
-        "training.num_tokens_per_train_step": ("used", "tokens of a step on all devices"),
-        "parallelism.num_pp_microbatches": ("used" if stages > 1 else "no effect", "micro-batches of a pipeline"),
-    })  # fmt: skip
-    for key in ("training.local_batch_size", "training.seq_len"):
-        if not is_new and key not in fields:
-            fields.tell(key, "assumed", "the default of the configuration, or torchtitan's 8 samples of 2,048 tokens")
+    kind: Kind = "used" if stages > 1 else "no effect"
+    fields.tell_given(kind, "micro-batches of a pipeline", MICRO_BATCHES)
+    note = "samples of a micro-batch" if stages > 1 else "there is one stage"
+    fields.tell_given(kind, note, "parallelism.pipeline_parallel_microbatch_size")
 
 
 def _read_sharding(fields: Fields, draft: Draft, is_new: bool) -> None:
-    axes = draft.fields["axes"]
-    copies, shards = _degree(fields, "data_parallel_replicate"), _degree(fields, "data_parallel_shard", -1, -1)
-    if shards == 0:
-        raise fields.invalid("parallelism.data_parallel_shard_degree", "it is -1 (the processes left) or at least 1")
+    axes, key = draft.axes, "parallelism.data_parallel_shard_degree"
+    copies, shards = fields.size("parallelism.data_parallel_replicate_degree"), fields.whole(key, -1, -1)
+    if not shards:
+        raise fields.invalid(key, "it is -1 (the processes left) or at least 1")
     nodes, per_node = draft.fields["num_nodes"], draft.fields["devices_per_node"]
     rest = copies * axes.get("tensor", 1) * axes.get("context", 1) * axes.get("pipeline", 1)
     world = None if nodes is None or per_node is None else nodes * per_node
     told: Kind = "used"
     if shards < 0 and world is not None:
         if world % rest:
-            raise fields.invalid(
-                "parallelism.data_parallel_shard_degree",
-                f"{world} processes do not divide by the other degrees, which are {rest} together",
-            )
+            why = f"{world} processes do not divide by the other degrees, which are {rest} together"
+            raise fields.invalid(key, why)
         shards = world // rest
     elif shards < 0:
         told = "assumed"
@@ -237,18 +211,15 @@ def _read_sharding(fields: Fields, draft: Draft, is_new: bool) -> None:
         draft.add(name)
     draft.fields["reduces_each"] = is_sharded and axes.get("pipeline", 1) == 1
     left = "the processes that are left" if shards < 0 else str(shards)
-    fields.tell("parallelism.data_parallel_shard_degree", told, f"{name} over {left}" if is_sharded else "no shards")
-    kept = f"{name}: gathered parameters are {'kept for backward' if keeps else 'freed after forward'}"
-    fields.tell_all({
-        "parallelism.data_parallel_replicate_degree": ("used", f"data {copies}: copies" if copies > 1 else "no copies"),
-        "parallelism.fsdp_reshard_after_forward": ("used" if is_sharded else "no effect", kept),
-    })  # fmt: skip
+    fields.tell(key, told, f"{name} over {left}" if is_sharded else "no shards")
+    note = f"data {copies}: copies" if copies > 1 else "no copies"
+    fields.tell_used(note, "parallelism.data_parallel_replicate_degree")
+    note = f"{name}: gathered parameters are {'kept for backward' if keeps else 'freed after forward'}"
+    fields.tell_given("used" if is_sharded else "no effect", note, "parallelism.fsdp_reshard_after_forward")
     if fields.flag("training.enable_cpu_offload") and is_sharded:
         draft.add("offload", parameters=1.0)
-    note = (
-        "offload: parameters, gradients and states in host memory" if draft.has("offload") else "nothing is offloaded"
-    )
-    fields.tell_all({"training.enable_cpu_offload": ("used", note)})
+    on_host = "offload: parameters, gradients and states in host memory"
+    fields.tell_used(on_host if draft.has("offload") else "nothing is offloaded", "training.enable_cpu_offload")
     _read_precision(fields, draft, is_sharded, is_new)
 
 
@@ -256,10 +227,10 @@ def _read_precision(fields: Fields, draft: Draft, is_sharded: bool, is_new: bool
     words = ("bfloat16", "float32")
     dtype = fields.word("training.dtype", words) or "float32"
     products = fields.word("training.mixed_precision_param", words) or "bfloat16"
-    is_split = not {"tensor", "pipeline"}.isdisjoint(draft.fields["axes"])
+    is_split = not {"tensor", "pipeline"}.isdisjoint(draft.axes)
     note = "computed in the type of the weights"
     if dtype == "bfloat16":
-        draft.fields["knobs"]["dtype"] = "bf16"
+        draft.knobs["dtype"] = "bf16"
     elif products == "bfloat16" and (is_sharded or is_new):
         draft.add("half", dtype="bf16")
         note = "half: parameters are cast to bf16 as they are gathered, and the optimizer steps fp32 shards"
@@ -268,17 +239,9 @@ def _read_precision(fields: Fields, draft: Draft, is_sharded: bool, is_new: bool
         note = "amp_native: products in bf16"
     elif products == "bfloat16":
         note = "fp32: torchtitan casts with FSDP, or without any split"
-    told: Kind = "used" if "training.mixed_precision_param" in fields else "assumed"
-    fields.tell("training.mixed_precision_param", told, note)
+    fields.tell_setting("training.mixed_precision_param", note)
     is_narrow = dtype == "bfloat16"
-    fields.tell_all({
-        "training.dtype": ("used", "dtype bf16: no fp32 copies of weights" if is_narrow else "weights in fp32"),
-        "training.mixed_precision_reduce": ("used", "gradients are reduced in fp32"),
-    })  # fmt: skip
-
-
-def _told(is_given: bool) -> Kind:
-    return "used" if is_given else "assumed"
+    fields.tell_used("dtype bf16: no fp32 copies of weights" if is_narrow else "weights in fp32", "training.dtype")
 
 
 def _read_recompute(fields: Fields, draft: Draft, config: Mapping[str, Any], layers: int | None) -> None:
@@ -286,7 +249,8 @@ def _read_recompute(fields: Fields, draft: Draft, config: Mapping[str, Any], lay
     mode = fields.word(key, MODES) or config.get("checkpoint", "selective")
     is_file = "config" not in fields
     every = str(option if option is not None else "2" if is_file else "op")
-    note, told = "activations are kept", _told(key in fields)
+    told: Kind = "used" if key in fields else "assumed"
+    note = "activations are kept"
     if mode == "full" or (mode == "selective" and every == "1"):
         draft.add("checkpoint")
         note = "checkpoint: blocks are recomputed"
@@ -295,15 +259,13 @@ def _read_recompute(fields: Fields, draft: Draft, config: Mapping[str, Any], lay
         note = f"checkpoint: every {every}th of {layers} blocks is recomputed"
     elif mode in ("selective", "memory_budget"):
         draft.add("checkpoint", selective=True)
-        note = (
-            "checkpoint (selective): products and attention are kept; torchtitan recomputes every other product as well"
-        )
+        note = "checkpoint (selective): products and attention are kept; torchtitan recomputes every other product too"
         told = "not expressed" if mode == "memory_budget" or every != "op" else told
     fields.tell(key, told, note)
-    fields.tell_all({
-        "activation_checkpoint.selective_ac_option": ("used" if mode == "selective" else "no effect", note),
-        "activation_checkpoint.memory_budget": ("not expressed" if mode == "memory_budget" else "no effect", note),
-    })  # fmt: skip
+    kind: Kind = "used" if mode == "selective" else "no effect"
+    fields.tell_given(kind, note, "activation_checkpoint.selective_ac_option")
+    kind = "not expressed" if mode == "memory_budget" else "no effect"
+    fields.tell_given(kind, note, "activation_checkpoint.memory_budget")
 
 
 def _read_rest(fields: Fields, draft: Draft, config: Mapping[str, Any]) -> None:
@@ -313,27 +275,22 @@ def _read_rest(fields: Fields, draft: Draft, config: Mapping[str, Any]) -> None:
     is_on = bool(config.get("compile")) if enabled is None else enabled
     if is_on and "model" in names:
         draft.add("compile")
-    compiled = "compile: the blocks" if draft.has("compile") else "blocks are not compiled"
-    fields.tell_all(dict.fromkeys(("compile.enable", "compile.components"), ("used", compiled)))
+    note = "compile: the blocks" if draft.has("compile") else "blocks are not compiled"
+    fields.tell_used(note, "compile.enable", "compile.components")
     _read_float8(fields, draft, config)
     micro, seq = draft.fields["micro_batch"] or 1, draft.fields["seq"] or 1
-    chunks = number(fields, "loss.num_chunks", default=8 if config else None)
+    chunks = fields.whole("loss.num_chunks", 1, 8 if config else None)
     if chunks is not None and chunks > 1:
         draft.add("cross_entropy", **({} if chunks == 16 else {"chunk_tokens": max(1, micro * seq // chunks)}))
-    told: Kind = "used" if "loss.num_chunks" in fields else "assumed"
     if chunks is not None:
         note = f"cross_entropy: logits in {chunks} chunks" if chunks > 1 else "logits are held whole"
-        fields.tell("loss.num_chunks", told, note)
+        fields.tell_setting("loss.num_chunks", note)
     name = str(fields.data.get("optimizer.name", "AdamW"))
-    in_bf16 = fields.data.get("optimizer.implementation") == "fused_opt_states_bf16"
-    draft.fields["knobs"] |= {"optimizer": "adamw_bf16"} if in_bf16 else {}
-    known: Kind = "used" if name in ("AdamW", "Adam") else "not expressed"
-    fields.tell_all({
-        "optimizer.name": (known, "optimizer adamw"),
-        "optimizer.implementation": ("used", "optimizer adamw_bf16: moments in bf16")
-        if in_bf16
-        else ("no effect", "the same numbers by other kernels"),
-    })  # fmt: skip
+    fields.tell_given("used" if name in ("AdamW", "Adam") else "not expressed", "optimizer adamw", "optimizer.name")
+    if fields.data.get("optimizer.implementation") == "fused_opt_states_bf16":
+        draft.knobs["optimizer"] = "adamw_bf16"
+        fields.tell("optimizer.implementation", "used", "optimizer adamw_bf16: moments in bf16")
+    fields.tell_given("no effect", "the same numbers by other kernels", "optimizer.implementation")
 
 
 def _read_float8(fields: Fields, draft: Draft, config: Mapping[str, Any]) -> None:
@@ -351,18 +308,11 @@ def _read_float8(fields: Fields, draft: Draft, config: Mapping[str, Any]) -> Non
             more = {} if scaling == "tensorwise" else {"scaling": scaling}
             draft.add("fp8", backend="torchao", exclude=["output", "head"], **more)
         note = ("used", "fp8 (torchao): products of blocks in 8 bits") if is_on else note
-        fields.tell_all({key: note for key in fields.data if key.startswith(f"{section}.")})
+        fields.tell_given(*note, *(key for key in fields.data if key.startswith(f"{section}.")))
     others = [name for name in named if name != "float8"]
-    kind: Kind = "not expressed" if others else "used"
-    fields.tell_all({"model.converters": (kind, f"{note[1]}{f'; no {others[0]} in the estimate' if others else ''}")})
+    if others:
+        fields.tell("model.converters", "not expressed", f"{note[1]}; no {others[0]} in the estimate")
+    fields.tell_used(note[1], "model.converters")
 
 
-TARGET = Target(
-    name="torchtitan",
-    title="torchtitan",
-    recognises=recognises,
-    read=read,
-    lacks=lacks,
-    write=write,
-    command=lambda setup: f"bash {NAME}",
-)
+TARGET = Target("torchtitan", "torchtitan", recognises, read, lacking, write, lambda setup: f"bash {NAME}")

@@ -29,12 +29,8 @@ KNOBS: Mapping[str, tuple[str, ...]] = {
 }
 
 
-def lacks(strategy: Strategy) -> tuple[str, ...]:
+def lacking(strategy: Strategy) -> Iterator[str]:
     """See `Target.lacks`."""
-    return tuple(_lacking(strategy))
-
-
-def _lacking(strategy: Strategy) -> Iterator[str]:
     methods: dict[str, Any] = {method.name: method for method in strategy}
     yield from lacking_methods(strategy, ABSENT, KNOBS)
     if "half" in methods and methods["half"].dtype != "bf16":
