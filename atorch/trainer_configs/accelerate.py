@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from atorch.trainer_configs import deepspeed, transformers
+from atorch.trainer_configs import deepspeed, megatron, transformers
 from atorch.trainer_configs.deepspeed_keys import STAGES
 from atorch.trainer_configs.fsdp_settings import PARALLEL, read_fsdp, read_parallelism
-from atorch.trainer_configs.setup import IRRELEVANT, Draft, Entry, Kind, Target, TrainingSetup, lacking_methods
+from atorch.trainer_configs.setup import IRRELEVANT, NARROW, Draft, Entry, Kind, Target, TrainingSetup, lacking_methods
 from atorch.trainer_configs.source import Fields, Source, values_of, yaml_text
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ SECTIONS: Mapping[str, str | None] = {
 
 
 def read(source: Source) -> TrainingSetup:
-    draft = Draft()
+    draft = Draft(traits=TARGET.traits)
     if not source.words:
         fields = Fields(source.name, source.data)
         entries = read_config(fields, draft, source)
@@ -214,12 +214,11 @@ def _read_megatron(fields: Fields, draft: Draft) -> None:
         draft.add("sequence_parallel", mode="megatron")
     if fields.flag("megatron_lm_use_distributed_optimizer"):
         draft.add("zero1")
-    if fields.flag("megatron_lm_recompute_activations"):
-        draft.add("checkpoint", selective=True)
     if fields.data.get("megatron_lm_recompute_granularity") == "full":
         draft.add("checkpoint")
     if draft.precision:
         draft.add("half", dtype="fp16" if draft.precision == "fp16" else "bf16")
+    draft.fields["traits"] = megatron.TRAITS
     draft.fields["accumulation"] = fields.whole("megatron_lm_num_micro_batches", 1)
     used = {
         "tp_degree": "tensor_parallel",
@@ -227,7 +226,7 @@ def _read_megatron(fields: Fields, draft: Draft) -> None:
         "context_parallel_size": "context_parallel",
         "sequence_parallelism": "sequence_parallel (megatron)",
         "use_distributed_optimizer": "zero1",
-        "recompute_activations": "checkpoint (selective)",
+        "recompute_activations": "attention's scores are recomputed, as fused ones are",
         "recompute_granularity": "checkpoint",
         "num_micro_batches": "micro-batches of a step",
     }
@@ -388,4 +387,5 @@ TARGET = Target(
     lacks=lacks,
     write=write,
     command=command,
+    traits=NARROW,
 )

@@ -12,7 +12,7 @@ from typing import Any
 
 from atorch.errors import ArgumentError
 from atorch.trainer_configs.keys import NO_EFFECT, Keys, file_of, number, processes, split_launch, tell_not_expressed
-from atorch.trainer_configs.setup import Draft, Entry, Kind, Target, TrainingSetup
+from atorch.trainer_configs.setup import NARROW, Draft, Entry, Kind, Target, TrainingSetup
 from atorch.trainer_configs.shell import command_of
 from atorch.trainer_configs.source import Fields, Source, options_of, values_of
 
@@ -37,7 +37,7 @@ def recognises(source: Source) -> bool:
 
 def read(source: Source) -> TrainingSetup:
     """See `Target.read`."""
-    keys, draft, entries, values = Keys.of("axolotl"), Draft(), list[Entry](), dict(source.data)
+    keys, draft, entries, values = Keys.of("axolotl"), Draft(traits=TARGET.traits), list[Entry](), dict(source.data)
     if source.words:
         command, _ = command_of(source)
         named = next((word for word in command.words if word.endswith((".yaml", ".yml"))), None)
@@ -300,4 +300,5 @@ TARGET = Target(
     lacks=lambda strategy: ("every method: atorch reads Axolotl's files and writes none",),
     write=lambda setup: {},
     command=lambda setup: "",
+    traits=NARROW,
 )

@@ -22,14 +22,14 @@ from atorch.trainer_configs.deepspeed_keys import (
     STAGES,
     ZERO_NOTES,
 )
-from atorch.trainer_configs.setup import IRRELEVANT, Draft, Entry, Kind, Target, TrainingSetup, lacking_methods
+from atorch.trainer_configs.setup import IRRELEVANT, NARROW, Draft, Entry, Kind, Target, TrainingSetup, lacking_methods
 from atorch.trainer_configs.source import Fields, Source
 
 if TYPE_CHECKING:
     from atorch.auto.strategy import Strategy
 
 CONFIG = "ds_config.json"
-HALF = "half: weights in {}, and fp32 copies that the optimizer steps"
+HALF = "half: weights and gradients in {}, and fp32 copies that the optimizer steps"
 ABSENT: Mapping[str, str] = {
     "chunk": "DeepSpeed offloads whole kinds of state, without a budget",
     "context_parallel": "DeepSpeed splits sequences by heads alone (sequence_parallel)",
@@ -57,7 +57,7 @@ NAMES: Mapping[str, str] = {"fp16": "float16", "bf16": "bfloat16"}
 
 
 def read(source: Source) -> TrainingSetup:
-    draft = Draft()
+    draft = Draft(traits=TARGET.traits)
     if source.words:
         return transformers.read_command(source, draft, TARGET.name)
     return draft.setup(TARGET.name, read_config(Fields(source.name, source.data), draft))
@@ -71,6 +71,7 @@ def read_config(fields: Fields, draft: Draft, filled_by: str = "") -> tuple[Entr
     _read_precision(fields, draft, filled_by)
     _read_batches(fields, draft, filled_by)
     _read_zero(fields, draft)
+    _read_reductions(fields, draft)
     _read_optimizer(fields, draft)
     _read_parallelism(fields, draft)
     fields.within("activation_checkpointing").tell_all(dict.fromkeys(CHECKPOINTING, BY_SCRIPT))
@@ -79,6 +80,7 @@ def read_config(fields: Fields, draft: Draft, filled_by: str = "") -> tuple[Entr
 
 
 KNOWN = (
+    *("data_types", "communication_data_type"),
     *("zero_optimization", "fp16", "bf16", "bfloat16", "amp", "torch_autocast", "optimizer", "tensor_parallel"),
     *("pipeline", "activation_checkpointing", "sequence_parallel_size", "data_parallel_size", *BATCHES),
 )
@@ -165,6 +167,21 @@ def _read_zero(fields: Fields, draft: Draft) -> None:
     draft.add(STAGES[stage][0], **config)
     _read_offload(zero, draft, stage)
     zero.tell_all(ZERO_NOTES)
+
+
+def _read_reductions(fields: Fields, draft: Draft) -> None:
+    """The types that gradients are sent and accumulated in; by default, that of the weights."""
+    sent = fields.word("communication_data_type", tuple(DTYPES))
+    if sent is not None:
+        draft.set_traits(reduced_itemsize=4.0 if DTYPES[sent] == "fp32" else 2.0)
+        is_sharded = draft.has("zero2", "fsdp")
+        note = f"gradients are reduced in {sent}" if is_sharded else "gradients are reduced as they are held"
+        fields.tell("communication_data_type", "used" if is_sharded else "not expressed", note)
+    types = fields.within("data_types")
+    held = types.word("grad_accum_dtype", tuple(DTYPES))
+    if held is not None:
+        draft.set_traits(main_grad_itemsize=4.0 if DTYPES[held] == "fp32" else 2.0)
+        types.tell("grad_accum_dtype", "used", f"gradients accumulate in {held}")
 
 
 def _read_offload(zero: Fields, draft: Draft, stage: int) -> None:
@@ -346,4 +363,5 @@ TARGET = Target(
     lacks=lacks,
     write=write,
     command=command,
+    traits=NARROW,
 )

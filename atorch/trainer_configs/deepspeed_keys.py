@@ -98,7 +98,6 @@ NOTES: Mapping[str, tuple[Kind, str]] = {
          "seq_parallel_communication_data_type", "allgather_size"),
         ("no effect", "neither the estimate of memory nor that of time depends on it"),
     ),
-    "communication_data_type": ("not expressed", "gradients are reduced as atorch's method does it in the estimate"),
     "aio": ("no effect", "for NVMe alone"),
     "sparse_gradients": ("not expressed", "gradients of embeddings are dense in the estimate"),
     "sparse_attention": ("not expressed", "attention is over all tokens in the estimate"),
@@ -112,7 +111,6 @@ NOTES: Mapping[str, tuple[Kind, str]] = {
     "hybrid_engine": ("not expressed", "the estimate is of training, without generation"),
     "expert_parallel": ("not expressed", "every process holds all experts, or its shards of them, in the estimate"),
     "elasticity": ("not expressed", "give the batch with --batch"),
-    "data_types": ("not expressed", "gradients accumulate in the type of the parameters in the estimate"),
     "graph_harvesting": ("not expressed", "launches are not recorded in the estimate"),
     "compile": ("not expressed", "the estimate is without DeepCompile"),
 }  # fmt: skip

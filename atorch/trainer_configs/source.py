@@ -18,9 +18,9 @@ from atorch.errors import ArgumentError, CapabilityError, near_miss, shown
 from atorch.files import read_bytes
 from atorch.files.strict_json import Format, Json, check, parse
 from atorch.trainer_configs.setup import Entry, Kind
-from atorch.trainer_configs.shell import SUFFIXES, read_script
+from atorch.trainer_configs.shell import SUFFIXES, is_known, read_script
 
-FORMAT = Format("configuration", ArgumentError, max_bytes=2**17, max_values=5_000)
+FORMAT = Format("configuration", ArgumentError, max_bytes=2**17, max_values=5_000, max_string=2**16)
 MAX_WHOLE = 2**40
 MAX_MERGED = 1_000  # keys that `<<` may bring into one mapping, and merges in a file
 
@@ -177,7 +177,7 @@ def options_of(words: Sequence[str], flags: Collection[str] = ()) -> tuple[dict[
             name, equals, value = word.partition("=")
             options[name] = value if equals else True
             name = None if equals or name in flags else name
-        elif name is None:
+        elif name is None or (options[name] is not True and not is_known(word)):  # as $MORE_OPTIONS
             rest.append(word)
         else:
             held = options[name]

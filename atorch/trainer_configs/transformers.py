@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from atorch.errors import ArgumentError
 from atorch.trainer_configs.fsdp_settings import read_fsdp, read_parallelism
-from atorch.trainer_configs.setup import IRRELEVANT, Draft, Entry, Kind, Target, TrainingSetup
+from atorch.trainer_configs.setup import IRRELEVANT, NARROW, Draft, Entry, Kind, Target, TrainingSetup
 from atorch.trainer_configs.source import Fields, Source, options_of, values_of
 from atorch.trainer_configs.transformers_keys import ADAPTERS, ATTENTION, EXACT, KNOWN, NO_EFFECT, OPTIMIZERS, WRITTEN
 
@@ -26,7 +26,7 @@ TITLE = "TrainingArguments"
 
 
 def read(source: Source) -> TrainingSetup:
-    draft = Draft()
+    draft = Draft(traits=TARGET.traits)
     if source.words:
         return read_command(source, draft, TARGET.name)
     fields = Fields(source.name, source.data)
@@ -121,12 +121,11 @@ def _read_model(fields: Fields, draft: Draft) -> None:
             raise fields.invalid("lora_target_modules", "it is names of modules")
         knobs["lora"] = str(rank) if names == ["all-linear"] else f"{rank}:{','.join(names)}"
         knobs |= {"qlora": True} if is_4bit else {}
-        for key in ADAPTERS:
-            fields.tell_all({key: ("used", f"lora {knobs['lora']}: adapters beside frozen weights")})
-        for key in ("load_in_4bit", "quantization_bit"):
-            fields.tell_all({key: ("used", "qlora: frozen weights in 4 bits" if is_4bit else "no qlora")})
-    for key in (*ADAPTERS, "load_in_4bit", "quantization_bit"):
-        fields.tell_all({key: ("no effect", "no adapters are trained")})
+        fields.tell_all(dict.fromkeys(ADAPTERS, ("used", f"lora {knobs['lora']}: adapters beside frozen weights")))
+        note = "qlora: frozen weights in 4 bits" if is_4bit else "no qlora"
+        fields.tell_all(dict.fromkeys(("load_in_4bit", "quantization_bit"), ("used", note)))
+    idle: tuple[Kind, str] = ("no effect", "no adapters are trained")
+    fields.tell_all(dict.fromkeys((*ADAPTERS, "load_in_4bit", "quantization_bit"), idle))
     for key in ("lora_alpha", "lora_task_type", "use_rslora", "use_dora", "lora_modules_to_save", "load_in_8bit"):
         kind: Kind = "no effect" if key in ("lora_alpha", "lora_task_type", "use_rslora") else "not expressed"
         fields.tell_all({key: (kind, "the estimate is without it")})
@@ -135,9 +134,9 @@ def _read_model(fields: Fields, draft: Draft) -> None:
         fields.tell("attn_implementation", "used", f"attention {attention}")
         knobs |= {"attention": attention} if attention != "sdpa" else {}
     fields.tell_all({"attn_implementation": ("not expressed", "attention that keeps no scores in the estimate")})
-    for key in ("torch_dtype", "dtype", "model_dtype"):
+    for key in ("torch_dtype", "dtype", "model_dtype", "pure_bf16"):  # the last is LLaMA-Factory's, true or false
         word = str(fields.data.get(key)).removeprefix("torch.")
-        dtype = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}.get(word)
+        dtype = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "True": "bf16"}.get(word)
         draft.weights = dtype or draft.weights
         fields.tell_all({key: ("used", f"weights are loaded in {dtype or 'fp32'}; see precision")})
 
@@ -396,4 +395,5 @@ TARGET = Target(
     lacks=lacks,
     write=write,
     command=command,
+    traits=NARROW,
 )

@@ -25,6 +25,7 @@ SCHEDULES: Mapping[str, str] = {
 STRATEGIES: Mapping[str, str] = {
     **{"fsdp2": "fsdp2", "ddp": "ddp", "megatron_fsdp": "megatron_fsdp", "mfsdp": "megatron_fsdp"},
 }
+PASSED_ON = ("model", "optimizer", "loss_fn")  # sections whose further keys are arguments of _target_
 OFF = ("false", "off", "none", "disabled", "no", "")
 DTYPES: Mapping[str, str] = {
     **{"bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16", "float16": "fp16", "half": "fp16"},
@@ -96,10 +97,12 @@ def read(source: Source) -> TrainingSetup:
     _read_kernels(fields, distributed, draft)
     for inner, section in _sections(fields):
         tell_not_expressed(inner, keys)
-        known = keys.types.get(section)
+        known = keys.types[section]
         for key in inner.data:
-            if known is None or key in known:
+            if key in known:
                 inner.tell(key, *NO_EFFECT)
+            elif section in PASSED_ON:
+                inner.tell(key, "unknown", "no such argument is known; AutoModel passes it on to what _target_ names")
     return draft.setup(TARGET.name, fields.finish([key for names in keys.types.values() for key in names]))
 
 
@@ -320,6 +323,8 @@ def _read_precision(fields: Fields, distributed: Fields, draft: Draft, has_adapt
     model.tell("torch_dtype", told, note if told == "used" else f"{note}, as the checkpoint has them")
     model.tell_all({"dtype": ("used", note)})
     optimizer.tell_all({"master_weights": ("used", note)})
+    if str(policy.data.get("reduce_dtype")).removeprefix("torch.") in ("bfloat16", "float16"):
+        draft.set_traits(reduced_itemsize=2.0)
     policy.tell_all(dict.fromkeys(policy.data, ("used", "as FSDP gathers and reduces; see model.torch_dtype")))
     distributed.tell_all({"autocast_dtype": ("used", note)})
     kind = str(optimizer.data.get("_target_", "torch.optim.AdamW")).rpartition(".")[2].lower()
