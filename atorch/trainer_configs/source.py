@@ -25,7 +25,7 @@ from atorch.trainer_configs.shell.words import ASSIGNMENT
 if TYPE_CHECKING:
     from atorch.trainer_configs.keys import Keys
 
-FORMAT = Format("configuration", ArgumentError, max_bytes=2**17, max_values=5_000)
+FORMAT = Format("configuration", ArgumentError, max_bytes=2**17, max_values=5_000, max_string=2**16)
 MAX_WHOLE = 2**40
 NOT_KNOWN = "there is no such key"
 MAX_MERGED = 1_000  # keys that `<<` may bring into one mapping, and merges in a file
@@ -193,7 +193,7 @@ def options_of(words: Sequence[str], flags: Collection[str] = ()) -> tuple[dict[
             name, equals, value = word.partition("=")
             options[name] = value if equals else True
             name = None if equals or name in flags else name
-        elif name is None:
+        elif name is None or (options[name] is not True and not is_known(word)):  # as $MORE_OPTIONS
             rest.append(word)
         else:
             held = options[name]

@@ -127,8 +127,7 @@ def profile_of(shape: TransformerShape, request: PlanRequest, device: DeviceSpec
         itemsize=4.0 if dtype == "fp32" else 2.0,
         flash_attention=fused,
         fused_softmax=fused,
-        fused_norm=False,
-        fused_activation=False,
+        **{"fused_norm": False, "fused_activation": False, **request.trainer_traits.kernels},
     )
     if request.adapters is None:
         profile = transformer_profile(shape, implementation=keep)

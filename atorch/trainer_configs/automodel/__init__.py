@@ -19,6 +19,7 @@ from atorch.trainer_configs.source import Fields, Source, options_of, values_of
 STRATEGIES: Mapping[str, str] = {
     **{"fsdp2": "fsdp2", "ddp": "ddp", "megatron_fsdp": "megatron_fsdp", "mfsdp": "megatron_fsdp"},
 }
+PASSED_ON = ("model", "optimizer", "loss_fn")  # sections whose further keys are arguments of _target_
 OFF = ("false", "off", "none", "disabled", "no", "")
 OPTIMIZERS: Mapping[str, str] = {
     **dict.fromkeys(("adam", "adamw", "fusedadam"), "adamw"),
@@ -80,7 +81,13 @@ def read(source: Source) -> TrainingSetup:
     _read_batches(fields, draft)
     _read_precision(fields, distributed, draft, has_adapters)
     _read_kernels(fields, distributed, draft)
-    return draft.setup(TARGET.name, fields.finish(Keys.of("automodel")))
+    keys = Keys.of("automodel")
+    for name in PASSED_ON:
+        section: Any = fields.within(name)
+        for key in section.data:
+            if keys.note_of(f"{name}.{key}", section.data[key]) is None:
+                section.tell(key, "unknown", "no such argument is known; AutoModel passes it on to what _target_ names")
+    return draft.setup(TARGET.name, fields.finish(keys))
 
 
 def _read_adapters(fields: Fields, draft: Draft) -> bool:
@@ -263,6 +270,8 @@ def _read_precision(fields: Fields, distributed: Fields, draft: Draft, has_adapt
     model.tell("torch_dtype", told, note if told == "used" else f"{note}, as the checkpoint has them")
     model.tell_used(note, "dtype")
     optimizer.tell_used(note, "master_weights")
+    if dtype_of(policy.data.get("reduce_dtype")) in ("bf16", "fp16"):
+        draft.set_traits(reduced_itemsize=2.0)
     policy.tell_used("as FSDP gathers and reduces; see model.torch_dtype", *policy.data)
     distributed.tell_used(note, "autocast_dtype")
     kind = str(optimizer.data.get("_target_", "torch.optim.AdamW")).rpartition(".")[2].lower()
