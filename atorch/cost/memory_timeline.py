@@ -19,7 +19,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from atorch.cost.pipeline_stages import StageCost
-from atorch.cost.profile import Fp8Weights, Matmul, Segment, busiest_load, kept_elements, saved_bytes
+from atorch.cost.profile import Fp8Weights, Matmul, Segment, busiest_load, expert_saved_bytes, kept_elements
 from atorch.cost.state import Cost, RecomputePolicy
 
 REMEMBERED = 2**14  # stages, in some tens of MB: a search returns to many of the recent ones
@@ -299,7 +299,7 @@ def _copy(terms: Terms, segment: Segment) -> _Copy:
     if segment.dispatched_bytes:
         capacity, skew = terms.expert_capacity, terms.expert_skew
         load = busiest_load(segment, scale / terms.tensor, ranks=terms.expert, capacity=capacity, skew=skew)
-        kept = max(0.0, kept + (load - 1.0) * inside * saved_bytes(segment))
+        kept = max(0.0, kept + (load - 1.0) * inside * expert_saved_bytes(segment))
     working = segment.working_bytes * (inside if segment.split_working else scale)
     # An input after its gather, and a gradient before its scatter.
     working += 2.0 * segment.input_bytes * (scale - outside)

@@ -189,7 +189,7 @@ def busiest_load(segment: Segment, share: float, *, ranks: int, capacity: float,
     largest of n normal variables is at most √(2 ln n) deviations above the mean. A device has a `share` of the
     segment's traced tokens.
     """
-    first = _first(segment)
+    first = _expert_product(segment)
     if first is None:
         return 1.0
     if capacity:
@@ -204,16 +204,16 @@ def busiest_load(segment: Segment, share: float, *, ranks: int, capacity: float,
 
 def distinct_share(segment: Segment, places: int) -> float:
     """Places that have experts of a token, over its copies, if each of its experts is at any of `places` alike."""
-    first = _first(segment)
+    first = _expert_product(segment)
     if first is None:
         return 1.0
     copies = max(1.0, first.rows * first.count / segment.matmuls[0].rows)
     return places * (1.0 - math.pow(1.0 - 1.0 / places, copies)) / copies
 
 
-def saved_bytes(segment: Segment) -> float:
+def expert_saved_bytes(segment: Segment) -> float:
     """Bytes that a segment's experts save: inputs and results of their products."""
-    first = _first(segment)
+    first = _expert_product(segment)
     if first is None:
         return 0.0
     features = sum(product.inner + product.columns for product in segment.matmuls if product.of_experts)
@@ -225,5 +225,5 @@ def kept_elements(dense: float, experts: float, shards: float, ranks: float) -> 
     return dense / shards + experts / max(1.0, shards / ranks)
 
 
-def _first(segment: Segment) -> Matmul | None:
+def _expert_product(segment: Segment) -> Matmul | None:
     return next((product for product in segment.matmuls if product.of_experts), None)

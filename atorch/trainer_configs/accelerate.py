@@ -51,15 +51,12 @@ def _values_of_options(options: Mapping[str, Any], source: Source) -> dict[str, 
     named = options.get("--config_file", options.get("--config-file"))
     if named is not None:
         values = values_of(source.beside(str(named)))
-    kinds = {"use_fsdp": "FSDP", "use_deepspeed": "DEEPSPEED", "use_megatron_lm": "MEGATRON_LM"}
-    kinds["multi_gpu"] = "MULTI_GPU"
-    prefixes = {"fsdp_": "fsdp_config", PARALLEL: "parallelism_config", "megatron_lm_": "megatron_lm_config"}
-    prefixes |= {"dynamo_": "dynamo_config", "fp8_": "fp8_config", "deepspeed_": "deepspeed_config"}
+    prefixes = {section.removesuffix("config"): section for section in SECTIONS}
     prefixes |= dict.fromkeys(("zero_stage", "offload_", "zero3_", "gradient_"), "deepspeed_config")
     for option, value in options.items():
         key = option.lstrip("-").replace("-", "_")
-        if key in kinds:
-            values["distributed_type"] = kinds[key]
+        if key in ("use_fsdp", "use_deepspeed", "use_megatron_lm", "multi_gpu"):
+            values["distributed_type"] = key.removeprefix("use_").upper()
             continue
         section = next((name for prefix, name in prefixes.items() if key.startswith(prefix)), None)
         if section is None:
@@ -84,17 +81,14 @@ def read_config(fields: Fields, draft: Draft, source: Source, is_launched: bool 
         _read_megatron(fields.within("megatron_lm_config"), draft)
     if fields.data.get("parallelism_config"):
         read_parallelism(fields.within("parallelism_config"), draft)
-    _read_dynamo(fields.within("dynamo_config"), draft)
+    fields.within("dynamo_config").prefix_keys("dynamo_")
+    for found in (fields, fields.within("dynamo_config")):
+        _read_dynamo(found, draft)
     _read_fp8(fields.within("fp8_config"), draft)
     for key, reader in SECTIONS.items():
         section = fields.within(key)
         if reader not in (None, kind):
             section.tell_given("no effect", f"distributed_type is {kind}", *section.data)
-    if "dynamo_backend" in fields:
-        word = str(fields.data["dynamo_backend"]).lower()
-        if word not in ("no", "false"):
-            draft.add("compile")
-        fields.tell("dynamo_backend", "used", "no compile" if word in ("no", "false") else "compile")
     return fields.finish(Keys.of(TARGET.name))
 
 
@@ -199,7 +193,6 @@ def _read_megatron(fields: Fields, draft: Draft) -> None:
 
 
 def _read_dynamo(fields: Fields, draft: Draft) -> None:
-    fields.prefix_keys("dynamo_")
     backend = str(fields.data.get("dynamo_backend") or "no").lower()
     if backend not in ("no", "false"):
         draft.add("compile", **({} if backend == "inductor" else {"backend": backend}))
@@ -242,18 +235,18 @@ def lacking(strategy: Strategy) -> Iterator[str]:
             yield f"{method}: FSDP offloads parameters with their states, all of them"
     sizes = {axis: size for method in strategy for axis, size in getattr(method, "slices", ())}
     is_fsdp = not {"fsdp", "zero2"}.isdisjoint(names)
-    has_all = "ddp" in names or is_fsdp  # a part of a strategy may get its other methods later
-    if "offload" in names and has_all and not is_fsdp:
+    is_ddp = "ddp" in names  # a part of a strategy, without either, may get one of them later
+    if "offload" in names and is_ddp:
         yield "offload without FSDP: Accelerate offloads what FSDP shards"
-    if any(sizes.get(axis, 1) > 1 for axis in ("tensor", "context")) and has_all and not is_fsdp:
+    if any(sizes.get(axis, 1) > 1 for axis in ("tensor", "context")) and is_ddp:
         yield "tensors or context without FSDP: Accelerate has them with FSDP"
     if sizes.get("sequence", 1) > 1 or "sequence_parallel" in names:
         yield "sequence_parallel: Accelerate has it under DeepSpeed: --export deepspeed"
-    if "half" in names and has_all and not is_fsdp:
+    if "half" in names and is_ddp:
         yield "half without FSDP: Accelerate has 16-bit weights with fp32 copies under FSDP alone"
     if "amp_native" in names and is_fsdp:
         yield "amp_native with FSDP: Accelerate gathers weights in 16 bits, as half does"
-    if any(getattr(method, "offload_to_cpu", False) for method in strategy) and has_all and not is_fsdp:
+    if any(getattr(method, "offload_to_cpu", False) for method in strategy) and is_ddp:
         yield "checkpoint with offload_to_cpu: Accelerate has it with FSDP"
 
 

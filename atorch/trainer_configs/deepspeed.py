@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from atorch.trainer_configs import transformers
-from atorch.trainer_configs.keys import Keys, read_optimizer
+from atorch.trainer_configs.keys import TORCHRUN, Keys, read_optimizer
 from atorch.trainer_configs.setup import (
     DTYPES,
     NARROW,
@@ -307,7 +307,7 @@ def config_of(setup: TrainingSetup) -> dict[str, Any]:
 
 def command(setup: TrainingSetup) -> str:
     """See `Target.command`."""
-    return transformers.torchrun(setup, deepspeed=CONFIG)
+    return f"{TORCHRUN} train.py {transformers.flags_of(setup, deepspeed=CONFIG)}"
 
 
 TARGET = Target("deepspeed", "DeepSpeed", recognises, read, lacking, write, command, NARROW)

@@ -13,6 +13,10 @@ from atorch.files.strict_json import Format, read_json
 from atorch.trainer_configs.setup import NO_EFFECT, Draft, Entry, Kind, TrainingSetup
 from atorch.trainer_configs.source import Fields, options_of
 
+TORCHRUN = (
+    "torchrun --nnodes $NNODES --node-rank $NODE_RANK --nproc-per-node $GPUS --master-addr $MASTER_ADDR "
+    "--master-port $MASTER_PORT"
+)
 PROJECTIONS = frozenset(f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down"))
 SCHEDULES: Mapping[str, str] = {
     **{"1f1b": "1f1b", "gpipe": "gpipe", "interleaved1f1b": "interleaved", "zerobubble": "zero_bubble"},
@@ -165,9 +169,8 @@ def torchrun_script(setup: TrainingSetup, name: str, words: Sequence[str], befor
         "MASTER_ADDR=${MASTER_ADDR:-localhost}",
         "MASTER_PORT=${MASTER_PORT:-29500}",
     )
-    launch = "torchrun --nnodes $NNODES --node-rank $NODE_RANK --nproc-per-node $GPUS --master-addr $MASTER_ADDR"
     lines, line = list[str](), ""
-    for word in (*launch.split(), "--master-port", "$MASTER_PORT", *words):
+    for word in (*TORCHRUN.split(), *words):
         if word.startswith("--") and line:
             lines.append(line)
             line = f"    {word}"

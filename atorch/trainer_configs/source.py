@@ -351,12 +351,13 @@ class Fields:
     def finish(self, keys: Keys | None = None) -> tuple[Entry, ...]:
         """All entries; keys that were not told are as `keys` has them, or unknown, with the nearest that is known."""
         for fields, key in self._untold():
-            value, section = fields.data[key], fields._section
-            note = None if keys is None else keys.note_of(section + key, value)
-            if note is None:
-                names = (fields._told | fields._known).union(() if keys is None else keys.in_section(section))
-                nearest = near_miss(key, names) if names else ""
-                hint = f"; {nearest}" if nearest and not nearest.endswith("…") else ""  # an endless list helps nobody
-                note = "unknown", NOT_KNOWN + hint
-            self._entries.append(Entry(fields.path(key), value, *note))
+            path, value, section = fields.path(key), fields.data[key], fields._section
+            told = None if keys is None else keys.note_of(section + key, value)
+            if told is not None:
+                self._entries.append(Entry(path, value, *told))
+                continue
+            names = {*fields._told, *fields._known, *(() if keys is None else keys.in_section(section))}
+            nearest = near_miss(key, names) if names else ""
+            hint = f"; {nearest}" if nearest and not nearest.endswith("…") else ""  # an endless list helps nobody
+            self._entries.append(Entry(path, value, "unknown", NOT_KNOWN + hint))
         return tuple(self._entries)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from atorch.errors import ArgumentError
 from atorch.trainer_configs.fsdp_settings import read_fsdp, read_parallelism
-from atorch.trainer_configs.keys import Keys, read_launcher, read_optimizer, split_launch
+from atorch.trainer_configs.keys import TORCHRUN, Keys, read_launcher, read_optimizer, split_launch
 from atorch.trainer_configs.setup import DTYPES, NARROW, Draft, Entry, Kind, Target, TrainingSetup, dtype_of
 from atorch.trainer_configs.source import NOT_KNOWN, Fields, Source, options_of, values_of
 
@@ -292,14 +292,6 @@ def flags_of(setup: TrainingSetup, **more: Any) -> str:
     return " ".join(words)
 
 
-def torchrun(setup: TrainingSetup, **more: Any) -> str:
-    """See `Target.command`."""
-    return (
-        "torchrun --nnodes $NNODES --node-rank $NODE_RANK --nproc-per-node $GPUS --master-addr $MASTER_ADDR "
-        f"--master-port $MASTER_PORT train.py {flags_of(setup, **more)}"
-    )
-
-
 def lacking(strategy: Strategy) -> Iterator[str]:
     """See `Target.lacks`."""
     from atorch.trainer_configs import accelerate
@@ -329,7 +321,7 @@ def _fsdp_of(setup: TrainingSetup) -> dict[str, Any]:
 
 def command(setup: TrainingSetup) -> str:
     """See `Target.command`."""
-    return torchrun(setup).partition("train.py")[0] + f"train.py {NAME}"
+    return f"{TORCHRUN} train.py {NAME}"
 
 
 TARGET = Target("transformers", "Transformers' TrainingArguments", recognises, read, lacking, write, command, NARROW)

@@ -17,7 +17,7 @@ from atorch.cost.parallelism import (
     shard_optimizer,
     split_tensor,
 )
-from atorch.cost.profile import busiest_load, distinct_share, saved_bytes
+from atorch.cost.profile import busiest_load, distinct_share, expert_saved_bytes
 from atorch.cost.transformer import Experts, TransformerShape, transformer_profile
 
 CLUSTER = ClusterSpec.load("8xH100-80GB")
@@ -90,7 +90,7 @@ def test_a_capacity_cuts_or_pads_every_load(shape):
     assert 1.02 < slower < 1.25  # attention, the dense layers and the head have what they had
     grown = peak_memory(padded).activations - peak_memory(even).activations
     layers = next(each.count for each in even.segments if each.num_experts)
-    assert grown == pytest.approx(0.25 * layers * saved_bytes(blocks(shape)), rel=1e-6)
+    assert grown == pytest.approx(0.25 * layers * expert_saved_bytes(blocks(shape)), rel=1e-6)
 
 
 @shapes
@@ -170,7 +170,7 @@ def test_a_token_goes_once_to_each_place():
 
 def test_what_experts_keep_is_what_their_products_take_and_give():
     """Of 8,192 copies in 16 bits: 4,096 features as they come and as they go, and three times 14,336 between."""
-    assert saved_bytes(blocks(MIXTRAL)) == 2 * 8192 * (2 * 4096 + 3 * 14336)
+    assert expert_saved_bytes(blocks(MIXTRAL)) == 2 * 8192 * (2 * 4096 + 3 * 14336)
 
 
 @shapes

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from atorch.errors import ArgumentError
+from atorch.trainer_configs.keys import TORCHRUN
 from atorch.trainer_configs.setup import DTYPES, TrainingSetup, lacking_methods
 from atorch.trainer_configs.source import yaml_text
 
@@ -157,7 +158,4 @@ def _optimizer(name: str | None) -> dict[str, Any]:
 
 def command(setup: TrainingSetup) -> str:
     """See `Target.command`."""
-    return (
-        "torchrun --nnodes $NNODES --node-rank $NODE_RANK --nproc-per-node $GPUS --master-addr $MASTER_ADDR "
-        f"--master-port $MASTER_PORT -m {APP} {NAME}"
-    )
+    return f"{TORCHRUN} -m {APP} {NAME}"

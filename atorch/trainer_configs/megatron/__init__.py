@@ -176,20 +176,18 @@ def _read_recompute(fields: Fields, draft: Draft) -> None:
         raise fields.invalid("--recompute-granularity", "it is full or selective")
     method = fields.data.get("--recompute-method", fields.data.get("--activations-checkpoint-method"))
     count = fields.whole("--recompute-num-layers") or fields.whole("--activations-checkpoint-num-layers")
-    if how == "full":
-        every = method != "block" or count is None
-        stages = draft.axes.get("pipeline", 1)
-        draft.add("checkpoint", **({} if every else {"max_checkpoint_module_num": count * stages}))
     note = "attention's scores are recomputed, as fused ones are"
     if how == "full":
+        blocks = count * draft.axes.get("pipeline", 1) if method == "block" and count is not None else None
+        draft.add("checkpoint", **({} if blocks is None else {"max_checkpoint_module_num": blocks}))
         note = "checkpoint: blocks are recomputed"
     fields.tell_used(note, "--recompute-granularity", "--recompute-activations", "--checkpoint-activations")
     numbers = ("--recompute-num-layers", "--activations-checkpoint-num-layers")
     if how == "full" and method != "block" and (count or 1) > 1:
         note = f"inputs of every block are kept in the estimate, not of every {count}"
         fields.tell_given("not expressed", note, *numbers)
-    blocks = f"checkpoint: {count or 1} blocks of a stage" if method == "block" else "checkpoint: all blocks"
-    fields.tell_used(blocks, "--recompute-method", "--activations-checkpoint-method", *numbers)
+    note = f"checkpoint: {count or 1} blocks of a stage" if method == "block" else "checkpoint: all blocks"
+    fields.tell_used(note, "--recompute-method", "--activations-checkpoint-method", *numbers)
     modules = fields.data.get("--recompute-modules")
     more = set(modules if isinstance(modules, list) else [modules]) - {None, "core_attn"}
     kind: Kind = "not expressed" if more and how == "selective" else "no effect"

@@ -36,10 +36,15 @@ _ARITHMETIC: Mapping[type[ast.operator], Callable[[int, int], int]] = {
     **{ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul},
     **{ast.Div: operator.floordiv, ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod},
 }
-_NUMBERS: Mapping[str, Callable[[int, int], bool]] = {
-    **{"-eq": operator.eq, "-ne": operator.ne, "-gt": operator.gt, "-ge": operator.ge},
-    **{"-lt": operator.lt, "-le": operator.le},
+_COMPARISONS: Mapping[str, Callable[[int, int], bool]] = {
+    **dict.fromkeys(("-eq", "=="), operator.eq),
+    **dict.fromkeys(("-ne", "!="), operator.ne),
+    **dict.fromkeys(("-gt", ">"), operator.gt),
+    **dict.fromkeys(("-ge", ">="), operator.ge),
+    **dict.fromkeys(("-lt", "<"), operator.lt),
+    **dict.fromkeys(("-le", "<="), operator.le),
 }
+"""Of numbers, in `[ … ]` and in `(( … ))`."""
 
 
 @dataclass(frozen=True)
@@ -259,7 +264,7 @@ class _Reader:
         """Read an `if` to its `fi`; where a condition is not known, no branch has an effect."""
         taken: bool | None = False
         while True:
-            holds = self._condition(depth) if live and taken is False else None
+            holds = self._condition() if live and taken is False else None
             end = self.block(frozenset(("else", "elif", "fi")), live and taken is False and holds is True, depth)
             if taken is False:
                 taken = holds
@@ -268,7 +273,7 @@ class _Reader:
             if end != "elif":
                 return
 
-    def _condition(self, depth: int) -> bool | None:
+    def _condition(self) -> bool | None:
         """The truth of the commands up to `then`; None if it is not known."""
         holds: bool | None = None
         joined, negated, is_open = "", False, False  # open: within [[ …, which holds && and || as well
@@ -301,8 +306,7 @@ class _Reader:
             if sides is None:
                 return None
             left, right = self._number(sides[1]), self._number(sides[3])
-            symbols = {"==": "-eq", "!=": "-ne", "<=": "-le", ">=": "-ge", "<": "-lt", ">": "-gt"}
-            return None if left is None or right is None else bool(_NUMBERS[symbols[sides[2]]](left, right))
+            return None if left is None or right is None else _COMPARISONS[sides[2]](left, right)
         if words[0] not in ("[", "[[", "test"):
             return None
         terms = [self._joined(word) for word in words[1:] if word not in ("]", "]]")]
@@ -317,12 +321,10 @@ class _Reader:
         if len(terms) != 3 or not is_known(terms[0]) or not is_known(terms[2]):
             return None
         left, compares, right = terms
-        if compares in ("=", "=="):
-            return left == right
-        if compares == "!=":
-            return left != right
-        if compares in _NUMBERS and left.isdecimal() and right.isdecimal() and len(left + right) < 30:
-            return bool(_NUMBERS[compares](int(left), int(right)))
+        if compares in ("=", "==", "!="):
+            return (left == right) == (compares != "!=")
+        if compares in _COMPARISONS and left.isdecimal() and right.isdecimal() and len(left + right) < 30:
+            return _COMPARISONS[compares](int(left), int(right))
         return None
 
     def _loop(self, live: bool, depth: int) -> None:

@@ -63,11 +63,12 @@ def _values(source: Source, entries: list[Entry], draft: Draft) -> dict[str, Any
     given = {name.lstrip("-").replace("-", "_"): value for name, value in options.items()}
     named = given.get("job.config_file", variables.get("CONFIG_FILE"))
     if isinstance(named, str):
-        path, told_path = source.beside(named), ("assumed", "the file is not here: torchtitan's defaults in its place")
+        path = source.beside(named)
+        told: tuple[Kind, str] = ("assumed", "the file is not here: torchtitan's defaults in its place")
         if path.is_file():
             values |= dict(_flat(values_of(path)))
-            told_path = ("used", "its values follow")
-        entries.append(Entry("job.config_file", named, *told_path))
+            told = ("used", "its values follow")
+        entries.append(Entry("job.config_file", named, *told))
         given.pop("job.config_file", None)
     for name in ("module", "config"):
         if name.upper() in variables and name not in given:
@@ -248,7 +249,8 @@ def _read_recompute(fields: Fields, draft: Draft, config: Mapping[str, Any], lay
     mode = fields.word(key, MODES) or config.get("checkpoint", "selective")
     is_file = "config" not in fields
     every = str(option if option is not None else "2" if is_file else "op")
-    note, told = "activations are kept", "used" if key in fields else "assumed"
+    told: Kind = "used" if key in fields else "assumed"
+    note = "activations are kept"
     if mode == "full" or (mode == "selective" and every == "1"):
         draft.add("checkpoint")
         note = "checkpoint: blocks are recomputed"
