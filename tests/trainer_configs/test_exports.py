@@ -161,6 +161,20 @@ LACKING = {
         "fsdp or sequence_parallel": [mesh(tensor=2, data=4), HALF, "tensor_parallel", "fsdp"],
         "copies": [mesh(zero=4, data=2), HALF, "fsdp"],
     },
+    "torchtitan": {
+        **{name: [mesh(data=8), name] for name in ("zero1", "chunk", "amp_native")},
+        "fp16": [mesh(data=8), ["half", "fp16"]],
+        "with each micro-batch": [mesh(data=8), "fsdp", cut(1)],
+    },
+    "megatron": {
+        **{name: [mesh(data=8), name] for name in ("amp_native", "compile", "cross_entropy")},
+        "selective": [mesh(data=8), ["checkpoint", {"selective": True}]],
+    },
+    "automodel": {
+        **{name: [mesh(data=8), name] for name in ("zero1", "chunk")},
+        "half with ddp": [mesh(data=8), HALF, "ddp"],
+    },
+    "axolotl": {"writes none": [mesh(data=8), "fsdp"]},
 }
 
 

@@ -162,23 +162,6 @@ def test_knobs_are_explained_to_the_same(tool, knobs, tmp_path):
     }
 
 
-LACKING = {
-    "torchtitan": {"zero1": ["zero1"], "chunk": ["chunk"], "fp16": [["half", "fp16"]], "amp_native": ["amp_native"],
-                   "with each micro-batch": ["fsdp", ["micro_batch", {"size": 1}]]},
-    "megatron": {"amp_native": ["amp_native"], "compile": ["compile"], "cross_entropy": ["cross_entropy"],
-                 "selective": [["checkpoint", {"selective": True}]]},
-    "automodel": {"zero1": ["zero1"], "half with ddp": [HALF, "ddp"], "chunk": ["chunk"]},
-    "axolotl": {"writes none": ["fsdp"]},
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("tool", "named"), [(tool, named) for tool, cases in LACKING.items() for named in cases])
-def test_what_a_trainer_lacks_is_named(tool, named):
-    methods = LACKING[tool][named]
-    strategy = Strategy.of([["parallel_mode", {"slices": [["data", WORLD]]}], *methods])
-    assert any(named in reason for reason in target(tool).lacks(strategy))
-
-
 def test_optimizers_and_adapters_that_a_trainer_lacks_are_refused(tmp_path):
     strategy = Strategy.of([["parallel_mode", {"slices": [["data", WORLD]]}], HALF, "fsdp"])
     for tool, knobs in (
