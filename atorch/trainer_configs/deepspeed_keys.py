@@ -54,7 +54,7 @@ ZERO_NOTES: Mapping[str, tuple[Kind, str]] = {
         ("not expressed", BLOCKWISE),
     ),
     **dict.fromkeys(
-        ("reduce_bucket_size", "allgather_bucket_size", "sub_group_size", "use_multi_rank_bucket_allreduce"),
+        ("allgather_bucket_size", "sub_group_size", "use_multi_rank_bucket_allreduce"),
         ("not expressed", "the estimate has buckets of atorch's size"),
     ),
     "reduce_scatter": ("not expressed", "gradients of sharded states are reduce-scattered in the estimate"),

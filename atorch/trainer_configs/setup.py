@@ -216,6 +216,13 @@ class Draft:
             self.fields["axes"][axis] = size
             self.add(method, **config)
 
+    def share_experts(self, size: int, **config: Any) -> tuple[Kind, str]:
+        """Share the experts of blocks between so many processes, and return the entry of the key that says so."""
+        if size <= 1:
+            return "used", "experts are not spread over processes"
+        self.add("expert_parallel", size=size, **config)
+        return "used", f"expert_parallel: {size} processes share the experts of a block, each of which is whole"
+
     def set_traits(self, **cost: Any) -> None:
         """Set fields of the cost in which the trainer differs."""
         held: Traits = self.fields.get("traits", Traits())

@@ -18,7 +18,7 @@ from atorch.errors import ArgumentError, CapabilityError, near_miss, shown
 from atorch.files import read_bytes
 from atorch.files.strict_json import Format, Json, check, parse
 from atorch.trainer_configs.setup import Entry, Kind
-from atorch.trainer_configs.shell import SUFFIXES, is_known, read_script
+from atorch.trainer_configs.shell import SUFFIXES, called_by, is_known, read_script
 
 FORMAT = Format("configuration", ArgumentError, max_bytes=2**17, max_values=5_000, max_string=2**16)
 MAX_WHOLE = 2**40
@@ -53,7 +53,8 @@ class Source:
         path = Path(given)
         suffix = path.suffix.lower()
         if len(given) > 4096 or (not os.path.exists(given) and " " in given.strip()):
-            return cls(shown(given, 60), words=read_script(given).main_words)
+            words, folder = called_by(given)
+            return cls(shown(given, 60), words=words, folder=folder)
         if suffix not in (".yaml", ".yml", ".json", ".toml", *SUFFIXES):
             raise ArgumentError(
                 f"{shown(given)} is no trainer's configuration; give a .yaml, .json or .toml file, a shell script "

@@ -274,6 +274,15 @@ def test_sharded_gradients_are_reduced_in_the_trainers_type(name, tmp_path):
     assert setup.strategy(8).cost(plain_cost(profile, 64)).grad_bytes >= cost.grad_bytes or name == "accumulated"
 
 
+def test_deepspeeds_buffers_are_counted(tmp_path):
+    zero = {"stage": 2, "overlap_comm": True, "reduce_bucket_size": 2e8}
+    assert read(json.dumps(ZERO | {"zero_optimization": zero}), tmp_path).traits.cost["bucket_bytes"] == 8e8
+    assert read(json.dumps(STAGE3), tmp_path).traits.cost["bucket_bytes"] == 1e9
+    auto = read(json.dumps(ZERO | {"zero_optimization": zero | {"reduce_bucket_size": "auto"}}), tmp_path)
+    assert note_of(auto, "zero_optimization.reduce_bucket_size")[0] == "assumed"
+    assert "bucket_bytes" not in auto.traits.cost
+
+
 MEASURED = {  # GiB allocated on 8 B200s: MooreThreads/SimuMax, docs/b200/b200_release_v1.2_summary.md at 4dcaae513ba7
     "--num-layers 12 --hidden-size 8192 --num-attention-heads 64 --ffn-hidden-size 28672 --num-query-groups 8": {
         "--pipeline-model-parallel-size 2 --global-batch-size 16": 66.55,
@@ -333,3 +342,26 @@ def test_a_plan_is_exported_from_python(tmp_path):
     assert len(plan.explain()) < len(plan.explain(verbose=True))
     with pytest.raises(atorch.errors.ArgumentError, match="force=True"):
         plan.export("deepspeed", tmp_path / "new")
+
+
+MIXTURE = (
+    "torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 4 --hidden-size 256 --num-attention-heads 4 "
+    "--num-experts 8 --seq-length 128 --swiglu --micro-batch-size 1 --global-batch-size 8 --bf16 "
+    "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size "
+)
+
+
+@pytest.mark.parametrize(("split", "size"), [("4", 8), ("4 --expert-tensor-parallel-size 1", 4), ("8", None)])
+def test_experts_are_shared_as_the_configuration_says(split, size, tmp_path):
+    data = explained(MIXTURE + split, tmp_path=tmp_path, cluster=("--gpu", "A100-80GB"))
+    entry = next(entry for entry in data["entries"] if entry["key"] == "--expert-model-parallel-size")
+    assert entry["kind"] == ("used" if size else "not expressed")
+    assert (f"expert_parallel(size={size})" in data["strategy"]) == bool(size)
+    assert ("expert_parallel" in " ".join(data["best"]["strategy"])) == bool(size)  # both have the same methods
+    assert not data["refusals"]
+
+
+def test_an_option_does_not_say_how_experts_are_shared(fsdp, capsys):
+    given = ["plan", "mistralai/Mixtral-8x7B-v0.1", "--explain", fsdp, "--gpu", "H100-80GB", "--batch", "64"]
+    assert main([*given, "--include", "expert_parallel"]) == 1
+    assert "does not say over how many processes; the configuration does" in capsys.readouterr().err

@@ -91,6 +91,7 @@ def read(source: Source) -> TrainingSetup:
     layers = _read_model(fields, draft)
     distributed = fields.within("distributed")
     _read_mesh(distributed, draft, layers)
+    _read_experts(fields.within("model"), distributed, draft)
     _read_sharding(distributed, draft)
     _read_batches(fields, draft)
     _read_precision(fields, distributed, draft, has_adapters)
@@ -205,8 +206,14 @@ def _read_mesh(fields: Fields, draft: Draft, layers: int | None) -> None:
         "pp_size": ("used", f"pipeline {stages}: pipeline_parallel" if stages > 1 else "no split"),
         "sequence_parallel": ("used", "sequence_parallel (megatron)" if by_tokens else "no sequence_parallel"),
     })  # fmt: skip
-    if (number(fields, "ep_size", default=1) or 1) == 1:
-        fields.tell_all({"ep_size": ("used", "experts are not spread over processes")})
+
+
+def _read_experts(model: Fields, fields: Fields, draft: Draft) -> None:
+    backend = model.data.get("backend")
+    word = str(backend.get("dispatcher")) if isinstance(backend, Mapping) else ""
+    sends_once = {"dispatcher": "deepep"} if word in ("deepep", "hybridep", "uccl_ep") else {}
+    told = draft.share_experts(number(fields, "ep_size", default=1) or 1, **sends_once)
+    fields.tell_all({"ep_size": (told[0], f"{told[1]}, sent by {word}" if sends_once else told[1])})
 
 
 def _read_sharding(fields: Fields, draft: Draft) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from atorch.trainer_configs.keys import Keys, number, processes, split_launch, tell_rest
 from atorch.trainer_configs.megatron.flags import NAME, OPTIMIZERS, SHARDING, SIZES, TRAITS, lacks, write
-from atorch.trainer_configs.setup import Draft, Kind, Target, TrainingSetup
+from atorch.trainer_configs.setup import Draft, Entry, Kind, Target, TrainingSetup
 from atorch.trainer_configs.shell import Command, command_of, is_known
 from atorch.trainer_configs.source import Fields, Source, options_of
 
@@ -22,6 +22,7 @@ MARKS = frozenset(
 )
 WHOLE_LOGITS = "logits are held whole in the estimate"
 OWN_CUT = "the cut whose slowest stage is fastest, in the estimate"
+EXPERTS = ("--expert-model-parallel-size", "--expert-tensor-parallel-size", "--num-experts")
 PLAIN_BLOCKS = "every block is alike in the estimate: attention over all tokens, and one feed-forward layer or experts"
 VOCABULARIES: Mapping[str, int] = {
     **{"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000, "BertWordPieceLowerCase": 30522, "TikTokenizer": 131072},
@@ -49,7 +50,10 @@ def read(source: Source) -> TrainingSetup:
     launcher, _, words = split_launch(command.words)
     alone = {**{name: values[0] for name, values in variables.items() if values}, **command.variables}
     nodes, per_node, entries = processes(launcher, alone)
-    fields = Fields(source.name, options_of(words, keys.types["flag"])[0], "", entries)
+    options, rest = options_of(words, keys.types["flag"])
+    told = "only a run tells what it holds; give the script's arguments: --explain 'bash train.sh 8B …'"
+    entries += [Entry(word, None, "assumed", told) for word in rest if not is_known(word)]
+    fields = Fields(source.name, options, "", entries)
     draft = Draft(num_nodes=nodes, devices_per_node=per_node, traits=TRAITS)
     tensor = _read_mesh(fields, draft)
     _read_sharding(fields, draft)
@@ -89,19 +93,20 @@ def _read_mesh(fields: Fields, draft: Draft) -> int:
         "--cp-comm-type": ("used", "sequence_parallel (ulysses)" if how == "a2a" else ring)
         if how in ("a2a", "p2p") or context == 1
         else ("not expressed", f"{ring} in the estimate"),
-        "--expert-model-parallel-size": _expert(number(fields, "--expert-model-parallel-size", default=1) or 1),
+        **dict.fromkeys(EXPERTS[:2], _share_experts(fields, draft, tensor)),
     })  # fmt: skip
     _read_pipeline(fields, draft)
     return tensor
 
 
-def _expert(size: int) -> tuple[Kind, str]:
-    if size == 1:
-        return "used", "experts are not spread over processes"
-    return (
-        "not expressed",
-        "every process holds all experts in the estimate, or its part under tensor_parallel and fsdp",
-    )
+def _share_experts(fields: Fields, draft: Draft, tensor: int) -> tuple[Kind, str]:
+    """Whole experts on as many processes as Megatron has parts of experts on, if they divide the experts."""
+    size, split, count = (number(fields, flag) or 1 for flag in EXPERTS)
+    split = split if "--expert-tensor-parallel-size" in fields else tensor
+    if size > 1 and count % (size * split):
+        return "not expressed", f"{count} experts do not divide by {size} × {split}; they are split as other layers"
+    sends_once = "--moe-enable-deepep" in fields or "--moe-flex-dispatcher-backend" in fields
+    return draft.share_experts(size * split if size > 1 else 1, **({"dispatcher": "deepep"} if sends_once else {}))
 
 
 def _read_pipeline(fields: Fields, draft: Draft) -> None:

@@ -76,8 +76,11 @@ class Script:
         return (*(f"{name}={value}" for name, value in command.variables.items()), *command.words)
 
 
-def read_script(text: str) -> Script:
+def read_script(text: str, given: Mapping[str, Sequence[str]] | None = None) -> Script:
     """The commands and variables of a script or of one command line.
+
+    Args:
+        given: variables that are set before it begins; "@" has the script's arguments.
 
     Raises:
         ArgumentError: the text is too long, is nested too deep, or would expand to too much.
@@ -85,6 +88,7 @@ def read_script(text: str) -> Script:
     if len(text) > MAX_CHARACTERS:
         raise ArgumentError(f"a script of {len(text):,} characters; at most {MAX_CHARACTERS:,} are read")
     reader = _Reader(list(tokens_of(text, 0)))
+    reader.variables |= {name: list(values) for name, values in (given or {}).items()}
     for option, value in _SLURM.findall(text):
         reader.variables |= dict.fromkeys(_SLURM_NAMES.get(option, ()), [value.rpartition(":")[2]])
     reader.block(frozenset(), live=True, depth=0)
@@ -157,6 +161,8 @@ class _Reader:
         if "-c" in expanded[1:-1]:  # of `bash -c "a command"`
             at = expanded.index("-c", 1) + 1
             expanded[at : at + 1] = expanded[at].split()
+        if expanded[:1] == ["shift"] and "@" in self.variables:
+            self.variables["@"] = self.variables["@"][int(expanded[1]) if "".join(expanded[1:2]).isdecimal() else 1 :]
         self.commands.append(Command(tuple(expanded), alone))
 
     @staticmethod
@@ -205,9 +211,10 @@ class _Reader:
         if found is None or depth > MAX_DEPTH:
             return ["${" + part.text + "}"]
         name, index, action, default = found.groups()
-        if name in ("@", "*"):  # the arguments of the script, of which there are none
-            return []
-        values = self.variables.get(name)
+        arguments = self.variables.get("@", [])
+        if name in ("@", "*"):
+            return [self._spend(value) for value in arguments]
+        values = (arguments[int(name[:6]) - 1 :][:1] or None) if re.match("[1-9]", name) else self.variables.get(name)
         missing = values is None or action and action.startswith(":") and not "".join(values)
         if action and action[-1] in "+?" and missing:
             return [] if action[-1] == "+" else ["${" + part.text + "}"]
@@ -353,6 +360,24 @@ class _Reader:
                 if self.block(frozenset((";;", "esac")), matches, depth) == "esac":
                     return
                 live = live and not matches
+
+
+def called_by(text: str) -> tuple[tuple[str, ...], Path]:
+    """The words of a command line, and the folder of the script that it calls, as `TP=2 bash train.sh 8B`.
+
+    Of a script that is there, they are those of its main command.
+
+    Raises:
+        ArgumentError: as `read_script`.
+    """
+    script = read_script(text)
+    command = script.main_command
+    words = command.words[1:] if command.words[:1] in (("bash",), ("sh",)) else command.words
+    path = Path(words[0]) if words else Path()
+    if path.suffix.lower() not in SUFFIXES or not os.path.isfile(path):
+        return script.main_words, Path()
+    given = script.variables | {name: (value,) for name, value in command.variables.items()} | {"@": words[1:]}
+    return read_script(read_bytes(path, FORMAT).decode(errors="replace"), given).main_words, path.parent
 
 
 def command_of(source: Source) -> tuple[Command, Mapping[str, tuple[str, ...]]]:

@@ -130,6 +130,7 @@ def _read_mesh(fields: Fields, draft: Draft, config: Mapping[str, Any], layers: 
     if by_tokens:
         draft.add("sequence_parallel", mode="megatron")
     balances = fields.data.get("parallelism.context_parallel_load_balancer", "headtail") not in (None, "None")
+    experts = draft.share_experts(_degree(fields, "expert_parallel"))
     draft.split("context", context, "context_parallel", **({} if balances else {"load_balance": False}))
     word = str(fields.data.get("parallelism.pipeline_parallel_schedule", "1F1B")).lower()
     if word not in SCHEDULES and stages > 1 and is_known(word):
@@ -149,6 +150,7 @@ def _read_mesh(fields: Fields, draft: Draft, config: Mapping[str, Any], layers: 
         "context_parallel_degree": ("used", f"context {context}: context_parallel" if context > 1 else "no split"),
         "context_parallel_load_balancer": ("used", "context_parallel: " + ("balanced" if balances else "not balanced")),
         "context_parallel_rotate_method": ("not expressed", "keys and values pass around a ring in the estimate"),
+        "expert_parallel_degree": experts,
         "pipeline_parallel_degree": ("used", f"pipeline {stages}: pipeline_parallel" if stages > 1 else "no split"),
         "pipeline_parallel_schedule": (kind, f"{schedule}{more}")
         if stages > 1
