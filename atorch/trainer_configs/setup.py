@@ -278,6 +278,8 @@ def lacking_methods(
     for method in strategy:
         if method.name in absent:
             yield f"{method}: {absent[method.name]}"
+        elif method.planned_only and method.name not in knobs:
+            yield f"{method}: the trainer's files have nothing like it"
         elif lacking := sorted(set(method.model_dump(exclude_defaults=True)).difference(knobs.get(method.name, ()))):
             yield f"{method}: there is no {' and no '.join(lacking)}"
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 import atorch
+from atorch.auto.planner.request import EXPERTS
 from atorch.auto.strategy import Strategy
 from atorch.cli import main
 from atorch.cost import plain_cost
@@ -365,3 +366,17 @@ def test_an_option_does_not_say_how_experts_are_shared(fsdp, capsys):
     given = ["plan", "mistralai/Mixtral-8x7B-v0.1", "--explain", fsdp, "--gpu", "H100-80GB", "--batch", "64"]
     assert main([*given, "--include", "expert_parallel"]) == 1
     assert "does not say over how many processes; the configuration does" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("tool", ["megatron", "torchtitan", "automodel"])
+def test_a_plan_with_shared_experts_is_for_trainers_that_have_them(tool, tmp_path, capsys):
+    given = f"plan Qwen/Qwen3-30B-A3B --cluster 2x8xH100-80GB --batch 64 --seq 4096 --include {EXPERTS}".split()
+    out = tmp_path / "plan.json"
+    assert main([*given, "--export", tool, str(tmp_path), "--json", str(out)]) in (0, 3)
+    path = tmp_path / (f"{tool}.yaml" if tool == "automodel" else f"{tool}.sh")
+    source = Source.of(str(path))
+    strategy = Strategy.of(json.loads(out.read_text())["load_strategy"])
+    assert EXPERTS in strategy.names()
+    assert recognised(source).read(source).strategy(16) == strategy
+    assert main([*given, "--for", "accelerate"]) == 1
+    assert "the trainer's files have nothing like it" in capsys.readouterr().err
