@@ -105,14 +105,14 @@ def test_a_script_takes_variables_and_arguments(tmp_path):
     path = tmp_path / "train.sh"
     path.write_text(
         "TP=${TP:-1}\nif [ $1 = 8B ]; then LAYERS=32; else LAYERS=2; fi\nshift\n"
-        'torchrun pretrain_gpt.py --tensor-model-parallel-size $TP --num-layers $LAYERS --seq-length ${2:-64} "$@" $5'
+        'torchrun pretrain_gpt.py --tensor-model-parallel-size $TP --num-layers $LAYERS --seq-length ${2:-64} "$@" $5 $1_x'
     )
     made = Source.of(f"TP=2 bash {path} 8B --bf16 128")
     assert made.words == (
         *("torchrun", "pretrain_gpt.py", "--tensor-model-parallel-size", "2", "--num-layers", "32"),
-        *("--seq-length", "128", "--bf16", "128", "$5"),
+        *("--seq-length", "128", "--bf16", "128", "$5", "$1_x"),
     )
     assert made.folder == tmp_path
     assert Source.of(str(path)).words[2:5] == ("--tensor-model-parallel-size", "1", "--num-layers")
     setup = target("megatron").read(made)
-    assert [entry.key for entry in setup.entries if "only a run tells what it holds" in entry.note] == ["$5"]
+    assert [entry.key for entry in setup.entries if "only a run tells what it holds" in entry.note] == ["$5", "$1_x"]

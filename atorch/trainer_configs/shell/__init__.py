@@ -214,7 +214,8 @@ class _Reader:
         arguments = self.variables.get("@", [])
         if name in ("@", "*"):
             return [self._spend(value) for value in arguments]
-        values = (arguments[int(name[:6]) - 1 :][:1] or None) if re.match("[1-9]", name) else self.variables.get(name)
+        place = int(name) if re.fullmatch("[1-9][0-9]{0,5}", name) else 0
+        values = arguments[place - 1 : place] or None if place else self.variables.get(name)
         missing = values is None or action and action.startswith(":") and not "".join(values)
         if action and action[-1] in "+?" and missing:
             return [] if action[-1] == "+" else ["${" + part.text + "}"]
