@@ -104,8 +104,8 @@ def test_a_file_that_only_sets_variables_has_its_words(tmp_path):
 def test_a_script_takes_variables_and_arguments(tmp_path):
     path = tmp_path / "train.sh"
     path.write_text(
-        "TP=${TP:-1}\nif [ $1 = 8B ]; then LAYERS=32; else LAYERS=2; fi\nshift\n"
-        'torchrun pretrain_gpt.py --tensor-model-parallel-size $TP --num-layers $LAYERS --seq-length ${2:-64} "$@" $5 $1_x'
+        "TP=${TP:-1}\nif [ $1 = 8B ]; then N=32; else N=2; fi\nshift\n"
+        'torchrun pretrain_gpt.py --tensor-model-parallel-size $TP --num-layers $N --seq-length ${2:-64} "$@" $5 $1_x'
     )
     made = Source.of(f"TP=2 bash {path} 8B --bf16 128")
     assert made.words == (
