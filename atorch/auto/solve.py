@@ -73,13 +73,16 @@ def solved(
 
     if what == "rank":
         _, colon, targets = str(request.lora or RANK).partition(":")
-        seq = seq or make(request).subject(seq, cluster).profile.sequence_length  # warns of a default once
+
+        def with_rank(rank: int) -> PlanRequest:
+            return replace(request, lora=f"{rank}{colon}{targets}")
 
         def of_rank(rank: int) -> ClusterPlan:
-            job = replace(request, lora=f"{rank}{colon}{targets}")
+            job = with_rank(rank)
             return ask(make(job).subject(seq, cluster), cluster, request=job)
 
         first = (request.adapters or (RANK,))[0]
+        seq = seq or make(with_rank(first)).subject(seq, cluster).profile.sequence_length  # tells a default once
         return _named(what, largest(of_rank, first, MAX_RANK, tell_size), request)
     source = make(request)
     _check(what, source, request)

@@ -150,7 +150,7 @@ def plan(
         "target": export[0] if export and not within else within,
     }
     if explain is not None:
-        if solve or until or save or html or export or fixed or extend:
+        if solve or until or save or html or export or launch or force or fixed or extend:
             raise ArgumentError(f"--explain goes with --json, and not with {WITHOUT_EXPLAIN}")
         return _explained(Given(explain, named, model, shape, cluster, gpu, micro_batch, seq, wanted), outputs, top)
     if micro_batch or ((launch or force) and not export):

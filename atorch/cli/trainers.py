@@ -83,6 +83,7 @@ def _job(setup: TrainingSetup, given: Given, request: PlanRequest) -> JobSource:
 
 def _with_options(setup: TrainingSetup, given: Given) -> TrainingSetup:
     """The setup with the batch of the options and the methods that they include, and notes on what they replace."""
+    from atorch.auto.planner.request import EXPERTS
     from atorch.auto.strategy import Strategy
 
     batch = given.wanted.get("global_batch")
@@ -109,6 +110,8 @@ def _with_options(setup: TrainingSetup, given: Given) -> TrainingSetup:
     names = [*(given.wanted.get("included") or ()), *(["cross_entropy"] if given.wanted.get("cross_entropy") else [])]
     for name in names:
         if name not in Strategy.of(list(setup.methods)):
+            if name == EXPERTS:
+                raise ArgumentError(f"--include {EXPERTS} does not say over how many processes; the configuration does")
             setup = replace(setup, methods=(*setup.methods, name))
     return setup
 

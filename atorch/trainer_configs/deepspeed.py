@@ -165,24 +165,33 @@ def _read_zero(fields: Fields, draft: Draft) -> None:
 
 
 def _read_reductions(fields: Fields, draft: Draft) -> None:
-    """The types that gradients are sent and accumulated in; by default, that of the weights."""
-    sent = _dtype(fields, "communication_data_type")
+    """The types that gradients are sent and accumulated in, by default that of the weights, and their buffers."""
+    if draft.has("zero1", "zero2", "fsdp") and isinstance(fields.data.get("zero_optimization"), Mapping):
+        _read_buckets(fields.within("zero_optimization"), draft)
+    sent = fields.word("communication_data_type", ("fp32", "fp16", "bf16"))
     if sent is not None:
         draft.set_traits(reduced_itemsize=4.0 if sent == "fp32" else 2.0)
         is_sharded = draft.has("zero2", "fsdp")
         note = f"gradients are reduced in {sent}" if is_sharded else "gradients are reduced as they are held"
         fields.tell("communication_data_type", "used" if is_sharded else "not expressed", note)
     types = fields.within("data_types")
-    held = _dtype(types, "grad_accum_dtype")
+    held = types.word("grad_accum_dtype", tuple(DTYPES))
     if held is not None:
         draft.set_traits(main_grad_itemsize=4.0 if held == "fp32" else 2.0)
         types.tell("grad_accum_dtype", "used", f"gradients accumulate in {held}")
 
 
-def _dtype(fields: Fields, key: str) -> str | None:
-    if key in fields and dtype_of(fields.data[key]) is None:
-        raise fields.invalid(key, "it is fp16, bf16 or fp32")
-    return dtype_of(fields.data.get(key))
+def _read_buckets(zero: Fields, draft: Draft) -> None:
+    """Buffers of `reduce_bucket_size` gradients: two below stage 3 if communication overlaps (`ipg_buffer`)."""
+    number = 2 if zero.flag("overlap_comm") and not draft.has("fsdp") else 1
+    size = zero.whole("reduce_bucket_size", 0)
+    if zero.data.get("reduce_bucket_size") == "auto":
+        zero.tell("reduce_bucket_size", "assumed", "the trainer fills in the hidden size squared, which is little")
+        return
+    size = 500_000_000 if size is None else size
+    draft.set_traits(bucket_bytes=float(number * size * (2 if draft.has("half") else 4)))
+    note = f"{number} × {size:,} gradients in buffers"
+    zero.tell_setting("reduce_bucket_size", note)
 
 
 def _read_offload(zero: Fields, draft: Draft, stage: int) -> None:

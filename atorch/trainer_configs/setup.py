@@ -231,6 +231,13 @@ class Draft:
         self.add(method, **config)
         return f"{axis} {size}: {method}"
 
+    def share_experts(self, size: int, **config: Any) -> str:
+        """Share the experts of blocks between so many processes, and say so."""
+        if size <= 1:
+            return "experts are not spread over processes"
+        self.add("expert_parallel", size=size, **config)
+        return f"expert_parallel: {size} processes share the experts of a block, each of which is whole"
+
     def set_traits(self, **cost: Any) -> None:
         """Set fields of the cost in which the trainer differs."""
         held: Traits = self.fields.get("traits", Traits())
@@ -289,6 +296,8 @@ def lacking_methods(
     for method in strategy:
         if method.name in absent:
             yield f"{method}: {absent[method.name]}"
+        elif method.planned_only and method.name not in knobs:
+            yield f"{method}: the trainer's files have nothing like it"
         elif lacking := sorted(set(method.model_dump(exclude_defaults=True)).difference(knobs.get(method.name, ()))):
             yield f"{method}: there is no {' and no '.join(lacking)}"
 

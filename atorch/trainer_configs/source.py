@@ -19,7 +19,7 @@ from atorch.errors import ArgumentError, CapabilityError, near_miss, shown
 from atorch.files import read_bytes
 from atorch.files.strict_json import Format, Json, check, parse
 from atorch.trainer_configs.setup import Entry, Kind
-from atorch.trainer_configs.shell import SUFFIXES, is_known, read_script
+from atorch.trainer_configs.shell import SUFFIXES, called_by, is_known, read_script
 from atorch.trainer_configs.shell.words import ASSIGNMENT
 
 if TYPE_CHECKING:
@@ -61,7 +61,8 @@ class Source:
         path = Path(given)
         suffix = path.suffix.lower()
         if len(given) > 4096 or (not os.path.exists(given) and " " in given.strip()):
-            return cls(shown(given, 60), words=read_script(given).main_words)
+            script, folder = called_by(given)
+            return cls(shown(given, 60), words=script.main_words, variables=script.variables, folder=folder)
         if suffix in SUFFIXES:
             script = read_script(read_bytes(path, FORMAT).decode(errors="replace"))
             return cls(given, words=script.main_words, variables=script.variables, folder=path.parent)

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 import atorch
+from atorch.auto.planner.request import EXPERTS
 from atorch.auto.strategy import Strategy
 from atorch.cli import main
 from atorch.cost import plain_cost
@@ -274,6 +275,15 @@ def test_sharded_gradients_are_reduced_in_the_trainers_type(name, tmp_path):
     assert setup.strategy(8).cost(plain_cost(profile, 64)).grad_bytes >= cost.grad_bytes or name == "accumulated"
 
 
+def test_deepspeeds_buffers_are_counted(tmp_path):
+    zero = {"stage": 2, "overlap_comm": True, "reduce_bucket_size": 2e8}
+    assert read(json.dumps(ZERO | {"zero_optimization": zero}), tmp_path).traits.cost["bucket_bytes"] == 8e8
+    assert read(json.dumps(STAGE3), tmp_path).traits.cost["bucket_bytes"] == 1e9
+    auto = read(json.dumps(ZERO | {"zero_optimization": zero | {"reduce_bucket_size": "auto"}}), tmp_path)
+    assert note_of(auto, "zero_optimization.reduce_bucket_size")[0] == "assumed"
+    assert "bucket_bytes" not in auto.traits.cost
+
+
 MEASURED = {  # GiB allocated on 8 B200s: MooreThreads/SimuMax, docs/b200/b200_release_v1.2_summary.md at 4dcaae513ba7
     "--num-layers 12 --hidden-size 8192 --num-attention-heads 64 --ffn-hidden-size 28672 --num-query-groups 8": {
         "--pipeline-model-parallel-size 2 --global-batch-size 16": 66.55,
@@ -333,3 +343,40 @@ def test_a_plan_is_exported_from_python(tmp_path):
     assert len(plan.explain()) < len(plan.explain(verbose=True))
     with pytest.raises(atorch.errors.ArgumentError, match="force=True"):
         plan.export("deepspeed", tmp_path / "new")
+
+
+MIXTURE = (
+    "torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 4 --hidden-size 256 --num-attention-heads 4 "
+    "--num-experts 8 --seq-length 128 --swiglu --micro-batch-size 1 --global-batch-size 8 --bf16 "
+    "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size "
+)
+
+
+@pytest.mark.parametrize(("split", "size"), [("4", 8), ("4 --expert-tensor-parallel-size 1", 4), ("8", None)])
+def test_experts_are_shared_as_the_configuration_says(split, size, tmp_path):
+    data = explained(MIXTURE + split, tmp_path=tmp_path, cluster=("--gpu", "A100-80GB"))
+    entry = next(entry for entry in data["entries"] if entry["key"] == "--expert-model-parallel-size")
+    assert entry["kind"] == ("used" if size else "not expressed")
+    assert (f"expert_parallel(size={size})" in data["strategy"]) == bool(size)
+    assert ("expert_parallel" in " ".join(data["best"]["strategy"])) == bool(size)  # both have the same methods
+    assert not data["refusals"]
+
+
+def test_an_option_does_not_say_how_experts_are_shared(fsdp, capsys):
+    given = ["plan", "mistralai/Mixtral-8x7B-v0.1", "--explain", fsdp, "--gpu", "H100-80GB", "--batch", "64"]
+    assert main([*given, "--include", "expert_parallel"]) == 1
+    assert "does not say over how many processes; the configuration does" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("tool", ["megatron", "torchtitan", "automodel"])
+def test_a_plan_with_shared_experts_is_for_trainers_that_have_them(tool, tmp_path, capsys):
+    given = f"plan Qwen/Qwen3-30B-A3B --cluster 2x8xH100-80GB --batch 64 --seq 4096 --include {EXPERTS}".split()
+    out = tmp_path / "plan.json"
+    assert main([*given, "--export", tool, str(tmp_path), "--json", str(out)]) in (0, 3)
+    path = tmp_path / (f"{tool}.yaml" if tool == "automodel" else f"{tool}.sh")
+    source = Source.of(str(path))
+    strategy = Strategy.of(json.loads(out.read_text())["load_strategy"])
+    assert EXPERTS in strategy.names()
+    assert recognised(source).read(source).strategy(16) == strategy
+    assert main([*given, "--for", "accelerate"]) == 1
+    assert "the trainer's files have nothing like it" in capsys.readouterr().err

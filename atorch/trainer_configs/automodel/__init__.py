@@ -77,6 +77,7 @@ def read(source: Source) -> TrainingSetup:
     layers = _read_model(fields, draft)
     distributed = fields.within("distributed")
     _read_mesh(distributed, draft, layers)
+    _read_experts(fields.within("model"), distributed, draft)
     _read_sharding(distributed, draft)
     _read_batches(fields, draft)
     _read_precision(fields, distributed, draft, has_adapters)
@@ -158,8 +159,14 @@ def _read_mesh(fields: Fields, draft: Draft, layers: int | None) -> None:
         pipeline.tell_given("no effect", "there is one stage: pp_size is 1", *pipeline.data)
     pipeline.tell_given("not expressed" if schedule == "zero_bubble" else "used", schedule, "pp_schedule")
     pipeline.tell_used(f"{pieces} pieces of the model on a process", "layers_per_stage")
-    if fields.size("ep_size") == 1:
-        fields.tell_used("experts are not spread over processes", "ep_size")
+
+
+def _read_experts(model: Fields, fields: Fields, draft: Draft) -> None:
+    backend = model.data.get("backend")
+    word = str(backend.get("dispatcher")) if isinstance(backend, Mapping) else ""
+    sends_once = {"dispatcher": "deepep"} if word in ("deepep", "hybridep", "uccl_ep") else {}
+    note = draft.share_experts(fields.size("ep_size"), **sends_once)
+    fields.tell_used(f"{note}, sent by {word}" if sends_once else note, "ep_size")
 
 
 def _read_sharding(fields: Fields, draft: Draft) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from atorch.trainer_configs.keys import Keys, read_launcher, split_launch
 from atorch.trainer_configs.megatron.flags import NAME, OPTIMIZERS, SHARDING, SIZES, TRAITS, lacking, write
-from atorch.trainer_configs.setup import Draft, Kind, Target, TrainingSetup
+from atorch.trainer_configs.setup import Draft, Entry, Kind, Target, TrainingSetup
 from atorch.trainer_configs.shell import is_known
 from atorch.trainer_configs.source import Fields, Source, options_of
 
@@ -21,6 +21,7 @@ MARKS = frozenset(
     + ("--num-attention-heads", "--micro-batch-size", "--global-batch-size", "--use-distributed-optimizer")
 )
 OWN_CUT = "the cut whose slowest stage is fastest, in the estimate"
+EXPERTS = ("--expert-model-parallel-size", "--expert-tensor-parallel-size", "--num-experts")
 VOCABULARIES: Mapping[str, int] = {
     **{"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000, "BertWordPieceLowerCase": 30522, "TikTokenizer": 131072},
     **{"BertWordPieceCase": 28996},
@@ -43,7 +44,10 @@ def read(source: Source) -> TrainingSetup:
     launcher, _, words = split_launch(_words(source))
     draft = Draft(traits=TRAITS)
     entries = read_launcher(launcher, source.environment, draft)
-    fields = Fields(source.name, options_of(words, keys.facts["types"]["flag"])[0], "", entries)
+    options, rest = options_of(words, keys.facts["types"]["flag"])
+    told = "only a run tells what it holds; give the script's arguments: --explain 'bash train.sh 8B …'"
+    entries += [Entry(word, None, "assumed", told) for word in rest if not is_known(word)]
+    fields = Fields(source.name, options, "", entries)
     tensor = _read_mesh(fields, draft)
     _read_sharding(fields, draft)
     _read_precision(fields, draft)
@@ -74,10 +78,21 @@ def _read_mesh(fields: Fields, draft: Draft) -> int:
     if how not in ("a2a", "p2p") and context > 1:
         fields.tell("--cp-comm-type", "not expressed", f"{ring} in the estimate")
     fields.tell_used("sequence_parallel (ulysses)" if how == "a2a" else ring, "--cp-comm-type")
-    if fields.size("--expert-model-parallel-size") == 1:
-        fields.tell_used("experts are not spread over processes", "--expert-model-parallel-size")
+    _share_experts(fields, draft, tensor)
     _read_pipeline(fields, draft)
     return tensor
+
+
+def _share_experts(fields: Fields, draft: Draft, tensor: int) -> None:
+    """Whole experts on as many processes as Megatron has parts of experts on, if they divide the experts."""
+    size, split, count = map(fields.size, EXPERTS, (1, tensor, 1))
+    if size > 1 and count % (size * split):
+        note = f"{count} experts do not divide by {size} × {split}; they are split as other layers"
+        fields.tell_given("not expressed", note, *EXPERTS[:2])
+        return
+    sends_once = "--moe-enable-deepep" in fields or "--moe-flex-dispatcher-backend" in fields
+    config = {"dispatcher": "deepep"} if sends_once else {}
+    fields.tell_used(draft.share_experts(size * split if size > 1 else 1, **config), *EXPERTS[:2])
 
 
 def _read_pipeline(fields: Fields, draft: Draft) -> None:

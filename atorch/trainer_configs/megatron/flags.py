@@ -48,6 +48,7 @@ ABSENT: Mapping[str, str] = {
 KNOBS: Mapping[str, tuple[str, ...]] = {
     **{"half": ("dtype",), "parallel_mode": ("slices",), "micro_batch": ("size", "count", "reduce")},
     **{"offload": ("optimizer",), "sequence_parallel": ("mode",), "checkpoint": (), "fsdp": (), "zero2": ()},
+    "expert_parallel": ("size", "dispatcher"),
     **{"pipeline_parallel": ("schedule", "interleave", "micro_batches"), "fp8": ("exclude", "include", "fp8_format")},
 }
 
@@ -93,6 +94,7 @@ def flags(setup: TrainingSetup) -> list[str]:
         found += ["--cp-comm-type", "a2a"]
     if getattr(methods.get("sequence_parallel"), "mode", "") == "megatron":
         found.append("--sequence-parallel")
+    found += _expert_flags(methods.get("expert_parallel"))
     stages = methods.get("pipeline_parallel")
     if stages is not None and stages.schedule == "interleaved":
         found += ["--num-virtual-stages-per-pipeline-rank", str(stages.pieces)]
@@ -111,6 +113,14 @@ def flags(setup: TrainingSetup) -> list[str]:
     if "offload" in methods:
         found += ["--optimizer-cpu-offload", "--optimizer-offload-fraction", str(float(methods["offload"].optimizer))]
     return found + _optimizer_flags(setup)
+
+
+def _expert_flags(experts: Any) -> list[str]:
+    if experts is None:
+        return []
+    once = ["--moe-token-dispatcher-type", "flex", "--moe-flex-dispatcher-backend", "deepep"]
+    found = ["--expert-model-parallel-size", str(experts.size), "--expert-tensor-parallel-size", "1"]
+    return [*found, *(once if experts.dispatcher == "deepep" else [])]
 
 
 def _optimizer_flags(setup: TrainingSetup) -> list[str]:
