@@ -21,7 +21,7 @@ IRRELEVANT: tuple[Kind, str] = ("no effect", "neither the estimate of memory nor
 
 
 class Traits(NamedTuple):
-    """How a trainer works where atorch works otherwise."""
+    """Traits of a trainer in which it differs from atorch."""
 
     kernels: Mapping[str, Any] = {}  # fields of `Implementation`: which tensors the blocks of a known shape save
     cost: Mapping[str, Any] = {}  # fields of `Cost`
