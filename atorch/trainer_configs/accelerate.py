@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from atorch.trainer_configs import deepspeed, megatron, transformers
+from atorch.trainer_configs import deepspeed, transformers
 from atorch.trainer_configs.deepspeed import STAGES
 from atorch.trainer_configs.fsdp_settings import PARALLEL, read_fsdp, read_parallelism
 from atorch.trainer_configs.keys import Keys, split_launch
+from atorch.trainer_configs.megatron.flags import TRAITS
 from atorch.trainer_configs.setup import NARROW, Draft, Entry, Kind, Target, TrainingSetup, lacking_methods
 from atorch.trainer_configs.source import Fields, Source, options_of, values_of, yaml_text
 
@@ -188,7 +189,7 @@ def _read_megatron(fields: Fields, draft: Draft) -> None:
         draft.add("checkpoint")
     if draft.precision:
         draft.add("half", dtype="fp16" if draft.precision == "fp16" else "bf16")
-    draft.fields["traits"] = megatron.TRAITS
+    draft.fields["traits"] = TRAITS
     draft.fields["accumulation"] = fields.whole("megatron_lm_num_micro_batches")
 
 

@@ -29,7 +29,7 @@ def dtype_of(value: object) -> str | None:
 
 
 class Traits(NamedTuple):
-    """How a trainer works where atorch works otherwise."""
+    """Traits of a trainer in which it differs from atorch."""
 
     kernels: Mapping[str, Any] = {}  # fields of `Implementation`: which tensors the blocks of a known shape save
     cost: Mapping[str, Any] = {}  # fields of `Cost`

@@ -380,5 +380,6 @@ def called_by(text: str) -> tuple[Script, Path]:
     path = Path(words[0]) if words else Path()
     if path.suffix.lower() not in SUFFIXES or not os.path.isfile(path):
         return script, Path()
-    given = script.variables | {name: (value,) for name, value in command.variables.items()} | {"@": words[1:]}
+    alone = {name: (value,) for name, value in command.variables.items()}
+    given = {**script.variables, **alone, "@": words[1:]}
     return read_script(read_bytes(path, FORMAT).decode(errors="replace"), given), path.parent
