@@ -73,7 +73,7 @@ class Keys:
         )
 
     def note_of(self, path: str, value: Any) -> tuple[Kind, str] | None:
-        """What to tell of a key that the reader has not told; None if there is no such key."""
+        """The entry of a key that the reader has not told; None if there is no such key."""
         if path in self.notes:
             return self.notes[path]
         if path in self.asked and str(value).lower() not in ("", "none", "false", "0", "1"):

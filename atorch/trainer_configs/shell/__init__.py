@@ -27,7 +27,7 @@ _RESERVED = frozenset(
     ("if", "then", "elif", "else", "fi", "for", "select", "while", "until", "do", "done", "case", "esac", "{", "}")
 )
 _DECLARING = frozenset(("export", "declare", "local", "readonly", "typeset"))
-_PLAIN = {False: re.compile(r"""[^\\'"$`]+"""), True: re.compile(r"""[^\\"$`]+""")}  # text, by whether it is quoted
+_PLAIN: Sequence[re.Pattern[str]] = (re.compile(r"""[^\\'"$`]+"""), re.compile(r"""[^\\"$`]+"""))  # not quoted, quoted
 _PARAMETER = re.compile(r"(\w+|[@*])(?:\[([^\]]*)\])?(?:(:?[-=+?])(.*))?", re.ASCII | re.DOTALL)
 _SLURM = re.compile(r"^#SBATCH\s+-{1,2}(nodes|N|ntasks-per-node|gpus-per-node|gres)[= ]\s*([\w:]+)", re.MULTILINE)
 _SLURM_NAMES: Mapping[str, tuple[str, ...]] = {
