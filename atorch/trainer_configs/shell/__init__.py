@@ -377,7 +377,8 @@ def called_by(text: str) -> tuple[tuple[str, ...], Path]:
     path = Path(words[0]) if words else Path()
     if path.suffix.lower() not in SUFFIXES or not os.path.isfile(path):
         return script.main_words, Path()
-    given = script.variables | {name: (value,) for name, value in command.variables.items()} | {"@": words[1:]}
+    alone = {name: (value,) for name, value in command.variables.items()}
+    given: Mapping[str, Sequence[str]] = {**script.variables, **alone, "@": words[1:]}
     return read_script(read_bytes(path, FORMAT).decode(errors="replace"), given).main_words, path.parent
 
 
