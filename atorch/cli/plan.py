@@ -133,7 +133,6 @@ def plan(
     from atorch.auto.solve import solved
     from atorch.cluster.prices import load_prices
     from atorch.report.text import telling
-    from atorch.trainer_configs.launch import check_folder
 
     gc.freeze()
     gc.enable()
@@ -153,8 +152,6 @@ def plan(
         if solve or until or save or html or export or launch or force or fixed or extend:
             raise ArgumentError(f"--explain goes with --json, and not with {WITHOUT_EXPLAIN}")
         return _explained(Given(explain, named, model, shape, cluster, gpu, micro_batch, seq, wanted), outputs, top)
-    if micro_batch or ((launch or force) and not export):
-        raise ArgumentError("--micro-batch goes with --explain, and --launch and --force with --export")
     request = PlanRequest(**wanted)  # before the model is read, which may take minutes
     run = _run_request(until, mtbf, restart)
     is_priced = prices is not None or run is not None or objective == "cost"
@@ -164,10 +161,7 @@ def plan(
     source = CATALOGUE if solve == "model" else source_of(named, model, shape, request)
     clusters = clusters_of([*(cluster or ()), *map(one_gpu, gpu or ())])
     outputs.check(len(clusters))
-    if export:
-        if len(clusters) > 1:
-            raise ArgumentError(f"--export writes the plan for one cluster, and there are {len(clusters)}; give one")
-        check_folder(*export, launch or "sh", force)
+    _check_export(export, launch, force, micro_batch, len(clusters))
     several = len(clusters) > 1
     read = _reader(source, once=several)
 
@@ -191,6 +185,19 @@ def plan(
     if export:
         exported(plans[0], *export, launch or "sh")
     return NARROW if not solve and all(plan.fits_narrowly for plan in plans) else 0
+
+
+def _check_export(
+    export: tuple[str, Path] | None, launch: Launcher | None, force: bool, micro_batch: int | None, num_clusters: int
+) -> None:
+    from atorch.trainer_configs.launch import check_folder
+
+    if micro_batch or ((launch or force) and not export):
+        raise ArgumentError("--micro-batch goes with --explain, and --launch and --force with --export")
+    if export:
+        if num_clusters > 1:
+            raise ArgumentError(f"--export writes the plan for one cluster, and there are {num_clusters}; give one")
+        check_folder(*export, launch or "sh", force)
 
 
 def _run_request(until: str | None, mtbf: str | None, restart: str | None) -> RunRequest | None:
