@@ -36,6 +36,11 @@ def format_count(number: float) -> str:
     return _scaled(number, (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3), ("", 1)))
 
 
+def plural(number: int, noun: str) -> str:
+    """`1 sample`, `1,024 samples`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def _scaled(number: float, units: Units) -> str:
     # 0.9995 of a unit rounds to 1 of it.
     suffix, size = next((unit for unit in units if abs(number) >= 0.9995 * unit[1]), units[-1])

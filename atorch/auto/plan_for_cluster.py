@@ -51,6 +51,7 @@ class Subject:
     profile: ModelProfile
     ctx: Context | None = None
     batch: Any = None
+    model: str | None = None  # its id on the Hub, if it has one
 
 
 def plan_elsewhere(model: Any, positional: Sequence[Any], cluster: Any, keywords: Mapping[str, Any]) -> ClusterPlan:
@@ -147,7 +148,7 @@ def plan_for(
     def ask(reserve: float) -> ClusterPlan:
         with doing("searching for the best strategy"):
             plan = answer(subject.profile, cluster, replace(request, reserve=reserve), advise=advise, count=True)
-        return replace(plan, notes=(*_notes(subject), *plan.notes))
+        return replace(plan, notes=(*_notes(subject), *plan.notes), model=subject.model)
 
     def verified(plan: ClusterPlan) -> ClusterPlan:
         if verify is None:

@@ -16,7 +16,7 @@ from atorch.auto.planner.request import RANK, PlanRequest
 from atorch.auto.strategy import METHODS, Method
 from atorch.cluster.spec import ClusterSpec
 from atorch.errors import ArgumentError, NoFeasiblePlanError, near_miss
-from atorch.units import format_count, format_seconds
+from atorch.units import format_count, format_seconds, plural
 
 if TYPE_CHECKING:
     from atorch.auto.planner.plan import ClusterPlan
@@ -33,17 +33,12 @@ PlanForSize = Callable[[int], "ClusterPlan"]  # raises NoFeasiblePlanError
 Tell = Callable[[str, "ClusterPlan | None"], None]
 """Called with each size that was tried, in words, and its plan, or None if nothing fits."""
 TellSize = Callable[[int, "ClusterPlan | None"], None]
-_UNITS: Mapping[str, str] = {
-    "batch": "samples a step",
-    "seq": "tokens a sample",
-    "devices": "devices",
-    "rank": "as rank",
-}
+_NOUNS: Mapping[str, str] = {"batch": "sample", "seq": "token", "devices": "device"}
 _WORDS: Mapping[str, str] = {
-    "batch": "The largest batch that fits in one pass{within}: {size} samples a step",
-    "seq": "The longest sequence that fits{within}: {size} tokens",
+    "batch": "The largest batch that fits in one pass{within}: {size} a step",
+    "seq": "The longest sequence that fits{within}: {size}",
     "devices": "The fewest devices that fit{within}: {size}",
-    "rank": "The largest rank of adapters that fits{within}: {size}",
+    "rank": "The largest adapters that fit{within}: {size}",
 }
 
 
@@ -74,16 +69,20 @@ def solved(
     ask = partial(plan_for, advise=False)
 
     def tell_size(size: int, plan: ClusterPlan | None) -> None:
-        tell(f"{size:,} {_UNITS[what]}", plan)
+        tell(_size(what, size), plan)
 
     if what == "rank":
         _, colon, targets = str(request.lora or RANK).partition(":")
 
+        def with_rank(rank: int) -> PlanRequest:
+            return replace(request, lora=f"{rank}{colon}{targets}")
+
         def of_rank(rank: int) -> ClusterPlan:
-            job = replace(request, lora=f"{rank}{colon}{targets}")
+            job = with_rank(rank)
             return ask(make(job).subject(seq, cluster), cluster, request=job)
 
         first = (request.adapters or (RANK,))[0]
+        seq = seq or make(with_rank(first)).subject(seq, cluster).profile.sequence_length  # tells a default once
         return _named(what, largest(of_rank, first, MAX_RANK, tell_size), request)
     source = make(request)
     _check(what, source, request)
@@ -121,7 +120,7 @@ def _named(what: str, fit: Fit, request: PlanRequest) -> ClusterPlan:
     sign = -1 if what == "devices" else 1
     beyond = [size for size, fits in fit.tried if not fits and sign * size > sign * fit.size]
     odd = sorted(size for size, fits in fit.tried if not fits and sign * size < sign * fit.size)
-    words = _WORDS[what].format(size=f"{fit.size:,}", within=_within(request))
+    words = _WORDS[what].format(size=_size(what, fit.size), within=_within(request))
     if beyond:
         words += f"; {min(beyond, key=lambda size: abs(size - fit.size)):,} does not"
     if odd:
@@ -129,6 +128,10 @@ def _named(what: str, fit: Fit, request: PlanRequest) -> ClusterPlan:
     words += "" if fit.is_bounded else ", where the search ends"
     data = {"what": what, "size": fit.size, "is_bounded": fit.is_bounded, "tried": fit.tried, "words": words}
     return replace(fit.plan, solved=data)
+
+
+def _size(what: str, size: int) -> str:
+    return plural(size, _NOUNS[what]) if what in _NOUNS else f"rank {size:,}"
 
 
 def _within(request: PlanRequest) -> str:

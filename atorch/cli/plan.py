@@ -20,7 +20,7 @@ import typer
 
 from atorch.auto.sources import CATALOGUE, JobSource, source_of
 from atorch.cli.clusters import CLUSTER_HELP, GPU_HELP, clusters_of, one_gpu
-from atorch.cli.trainers import Export, Given, explained
+from atorch.cli.trainers import Given, explained, exported
 from atorch.cost.memory import RESERVE
 from atorch.errors import ArgumentError, AtorchError, NoFeasiblePlanError, StrategyError
 from atorch.files import check_target, write
@@ -99,6 +99,7 @@ def plan(
         tuple[str, Path] | None, typer.Option(metavar="TRAINER FOLDER", help="Write the trainer's own files.")
     ] = None,
     launch: Annotated[Launcher | None, typer.Option(help="What starts the files of --export, sh by default.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Let --export replace files.")] = False,
     solve: Annotated[What | None, typer.Option(help="Find the largest that fits, or the fewest devices.")] = None,
     max_step: Annotated[Word, _word("TIME", "The longest step that counts as a plan, such as 2s or 500ms.")] = None,
     until: Annotated[Word, _word("AMOUNT", "Tokens of a whole run, as 15T; or '100000 steps'.")] = None,
@@ -148,10 +149,9 @@ def plan(
         "target": export[0] if export and not within else within,
     }
     if explain is not None:
-        if solve or until or save or html or export or fixed or extend:
+        if solve or until or save or html or export or launch or force or fixed or extend:
             raise ArgumentError(f"--explain goes with --json, and not with {WITHOUT_EXPLAIN}")
         return _explained(Given(explain, named, model, shape, cluster, gpu, micro_batch, seq, wanted), outputs, top)
-    exporting = _export(export, launch, micro_batch)
     request = PlanRequest(**wanted)  # before the model is read, which may take minutes
     run = _run_request(until, mtbf, restart)
     is_priced = prices is not None or run is not None or objective == "cost"
@@ -161,8 +161,7 @@ def plan(
     source = CATALOGUE if solve == "model" else source_of(named, model, shape, request)
     clusters = clusters_of([*(cluster or ()), *map(one_gpu, gpu or ())])
     outputs.check(len(clusters))
-    if exporting:
-        exporting.check(len(clusters))
+    _check_export(export, launch, force, micro_batch, len(clusters))
     several = len(clusters) > 1
     read = _reader(source, once=several)
 
@@ -183,19 +182,22 @@ def plan(
     answers = _answers(clusters, ask)
     give(answers, source.title, outputs, top, verbose)
     plans = [answer for _, answer in answers if not isinstance(answer, AtorchError)]
-    if exporting is not None:
-        exporting.write(plans[0], model=_hub_id(named), seq=seq, knobs=request.recipe)
+    if export:
+        exported(plans[0], *export, launch or "sh")
     return NARROW if not solve and all(plan.fits_narrowly for plan in plans) else 0
 
 
-def _export(export: tuple[str, Path] | None, launch: Launcher | None, micro_batch: int | None) -> Export | None:
-    if micro_batch or (launch and not export):
-        raise ArgumentError("--micro-batch goes with --explain, and --launch with --export")
-    return Export(*export, launch or "sh") if export else None
+def _check_export(
+    export: tuple[str, Path] | None, launch: Launcher | None, force: bool, micro_batch: int | None, num_clusters: int
+) -> None:
+    from atorch.trainer_configs.launch import check_folder
 
-
-def _hub_id(named: str | None) -> str | None:
-    return None if named is None or ":" in named or Path(named).exists() else named
+    if micro_batch or ((launch or force) and not export):
+        raise ArgumentError("--micro-batch goes with --explain, and --launch and --force with --export")
+    if export:
+        if num_clusters > 1:
+            raise ArgumentError(f"--export writes the plan for one cluster, and there are {num_clusters}; give one")
+        check_folder(*export, launch or "sh", force)
 
 
 def _run_request(until: str | None, mtbf: str | None, restart: str | None) -> RunRequest | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -11,10 +10,8 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from atorch.auto.sources import JobSource, source_of
-from atorch.errors import ArgumentError, StrategyError
-from atorch.files import check_target, write
-from atorch.trainer_configs import Entry, Source, TrainingSetup, recognised, target
-from atorch.trainer_configs.launch import launch_file
+from atorch.errors import ArgumentError
+from atorch.trainer_configs import Entry, Source, TrainingSetup, recognised
 from atorch.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -59,7 +56,7 @@ def explained(given: Given) -> tuple[dict[str, Any], str]:
     setup = _for_cluster(setup, spec)
     wanted = {**setup.knobs, **{name: value for name, value in given.wanted.items() if value or name not in RECIPE}}
     total = setup.batches(spec.world_size)[2]
-    request = PlanRequest(**{**wanted, "global_batch": total, "included": None})
+    request = PlanRequest(**{**wanted, "global_batch": total, "included": None, "traits": setup.traits})
     setup = _for_adapters(setup, request)
     job = _job(setup, given, request)
     profile = job.subject(given.seq or setup.seq, spec).profile
@@ -69,7 +66,7 @@ def explained(given: Given) -> tuple[dict[str, Any], str]:
         "source": source.name,
         "trainer": trainer.title,
         "target": request.target,
-        "setup": {name: value for name, value in asdict(setup).items() if name != "entries"},
+        "setup": {name: value for name, value in asdict(setup).items() if name not in ("entries", "traits")},
         "entries": [asdict(entry) for entry in setup.entries],
         **assessed.to_json_data(),
     }
@@ -86,6 +83,7 @@ def _job(setup: TrainingSetup, given: Given, request: PlanRequest) -> JobSource:
 
 def _with_options(setup: TrainingSetup, given: Given) -> TrainingSetup:
     """The setup with the batch of the options and the methods that they include, and notes on what they replace."""
+    from atorch.auto.planner.request import EXPERTS
     from atorch.auto.strategy import Strategy
 
     batch = given.wanted.get("global_batch")
@@ -112,6 +110,8 @@ def _with_options(setup: TrainingSetup, given: Given) -> TrainingSetup:
     names = [*(given.wanted.get("included") or ()), *(["cross_entropy"] if given.wanted.get("cross_entropy") else [])]
     for name in names:
         if name not in Strategy.of(list(setup.methods)):
+            if name == EXPERTS:
+                raise ArgumentError(f"--include {EXPERTS} does not say over how many processes; the configuration does")
             setup = replace(setup, methods=(*setup.methods, name))
     return setup
 
@@ -169,60 +169,17 @@ def _for_adapters(setup: TrainingSetup, request: PlanRequest) -> TrainingSetup:
     return replace(setup, methods=kept, entries=(*setup.entries, Entry("adapters", None, "assumed", note)))
 
 
-@dataclass(frozen=True)
-class Export:
-    """A target and the folder for its files; checked before anything is computed."""
-
-    target: str
-    folder: Path
-    launcher: str = "sh"
-
-    def check(self, num_clusters: int) -> None:
-        """Make the folder; refuse several clusters, and a folder that cannot be written to.
-
-        Raises:
-            ArgumentError: the folder cannot be made or written to, or there are several clusters.
-        """
-        if num_clusters > 1:
-            raise ArgumentError(f"--export writes the plan for one cluster, and there are {num_clusters}; give one")
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ArgumentError(f"the folder {self.folder} cannot be made: {error.strerror}") from None
-        check_target(self.folder / "launch.sh")
-
-    def write(self, plan: ClusterPlan, **more: Any) -> None:
-        """Write the files of the target and its launch file, and print what was written.
-
-        Raises:
-            StrategyError: the target lacks something of the plan; the message names it, and what to do.
-        """
-        trainer = target(self.target)
-        reasons = trainer.lacks(plan.strategy)
-        if reasons:
-            raise StrategyError(
-                f"{trainer.title} cannot express {plan.strategy}: {'; '.join(reasons)}. Plan within what it can, with "
-                f"--for {self.target}"
-            )
-        cluster = plan.cluster
-        setup = TrainingSetup.of_strategy(
-            plan.strategy, self.target, cluster.num_nodes, cluster.devices_per_node, plan.global_batch, **more
-        )
-        command = trainer.command(setup)
-        name, text = launch_file(self.launcher, setup, command, cluster.device.name)
-        for filename, content in {**trainer.write(setup), name: text}.items():
-            write(self.folder / filename, content)
-            typer.echo(f"Wrote {self.folder / filename}")
-        step, peak = format_seconds(plan.estimate.step_s), format_bytes(plan.estimate.peak_bytes)
-        typer.echo(
-            f"Start it with {shlex.join(_start(self.launcher, name))}: {step} a step, {peak} a device, estimated"
-        )
+START: Mapping[str, str] = {"sh": "sh", "slurm": "sbatch", "kubernetes": "kubectl apply -f", "skypilot": "sky launch"}
 
 
-def _start(launcher: str, name: str) -> list[str]:
-    return {
-        "sh": ["sh", name],
-        "slurm": ["sbatch", name],
-        "kubernetes": ["kubectl", "apply", "-f", name],
-        "skypilot": ["sky", "launch", name],
-    }[launcher]
+def exported(plan: ClusterPlan, name: str, folder: Path, launcher: str) -> None:
+    """Write the files of a trainer, and tell what was written and how to start it.
+
+    Raises:
+        StrategyError: the trainer lacks something of the plan; the message names it, and what to do.
+    """
+    files = plan.export(name, folder, launcher=launcher, force=True)
+    for path in files:
+        typer.echo(f"Wrote {path}")
+    step, peak = format_seconds(plan.estimate.step_s), format_bytes(plan.estimate.peak_bytes)
+    typer.echo(f"Start it with {START[launcher]} {files[-1].name}: {step} a step, {peak} a device, estimated")

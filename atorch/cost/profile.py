@@ -168,6 +168,11 @@ class ModelProfile:
     traced: bool = True  # False if the model could not be traced on fake tensors and ran for real
 
     @property
+    def sequence_length(self) -> int:
+        """Tokens of a sample; 0 if samples are no sequences."""
+        return max((segment.sequence_length for segment in self.segments), default=0)
+
+    @property
     def blocks(self) -> tuple[Segment, ...]:
         return tuple(segment for segment in self.segments if segment.is_block)
 

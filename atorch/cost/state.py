@@ -79,6 +79,8 @@ class Cost:
     grad_shards: float = 1.0
     optim_shards: float = 1.0
     grads_persist: bool = False  # gradients are not freed between steps: buckets, accumulation buffers
+    reduced_itemsize: float = 4.0  # of gradients of gathered parameters, as they are reduced; 0: as gathered
+    main_grad_itemsize: float = 0.0  # of gradients that Megatron adds up in the buckets that it reduces; 0: not so
     whole_grads: bool = False  # gradients of sharded parameters stay full until the last micro-batch reduces them
     fresh_itemsize: float = 0.0  # of a micro-batch's gradients, if all are accumulated at once after its backward
     cast_itemsize: float = 0.0  # low-precision copies of full parameters during a step
@@ -113,6 +115,7 @@ class Cost:
     expert_skew: float = 0.0  # tokens of the busiest expert, over the mean; 0: evenly routed
     sends_once: bool = False  # a token to a rank (or node, if experts are on several) that has some of its experts
     stages: int = 1
+    frees_boundaries: bool = False  # stages free what they receive; torch's keep it for all micro-batches
     sends_beside: bool = False  # stages send and receive while they compute other micro-batches
     scatters_sends: bool = False  # each tensor rank sends its share, gathered on arrival: arXiv 2104.04473, 4.1
     interleave: int = 1  # pieces of the model on a stage
@@ -280,7 +283,7 @@ def plain_cost(profile: ModelProfile, batch_size: int | None = None, device_byte
 
 
 def reduce_once(cost: Cost) -> Cost:
-    """Keep gradients of gathered parameters full, in fp32, and reduce them once, after the last micro-batch.
+    """Keep gradients of gathered parameters full, as they are reduced, and reduce them after the last micro-batch.
 
     FSDP2 works this way under micro_batch and in torch's pipelines. Methods whose gradient shards persist between
     steps add to them in every micro-batch instead.
@@ -288,17 +291,17 @@ def reduce_once(cost: Cost) -> Cost:
     if cost.num_micro_batches == 1 or not cost.gathered_itemsize or cost.grads_persist:
         return cost
     comm = (call if call.kind == "all_gather" else replace(call, each_micro_batch=False) for call in cost.comm)
-    return cost.but(grad_itemsize=4.0, grad_shards=1.0, whole_grads=True, comm=tuple(comm))
+    return cost.but(grad_itemsize=cost.reduced_itemsize, grad_shards=1.0, whole_grads=True, comm=tuple(comm))
 
 
 def in_buckets(cost: Cost, replicas: int) -> Cost:
     """Keep gradients in the buckets that DistributedDataParallel reduces; a single replica has no buckets.
 
-    A pipeline accumulates gradients outside of the buckets, so it holds both.
+    A pipeline accumulates gradients outside of the buckets, so it holds both; Megatron does so inside of them.
     """
     if replicas == 1:
         return cost
     cost = cost.but(grads_persist=True)
-    if cost.stages == 1:
+    if cost.stages == 1 or cost.main_grad_itemsize:
         return cost
     return cost.but(bucket_itemsize=cost.bucket_itemsize + cost.grad_itemsize)

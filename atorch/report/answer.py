@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from io import StringIO
 from typing import Any
 
 from rich import box
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -41,7 +42,7 @@ from atorch.report.figures import (
 )
 from atorch.report.text import Sized, named, one_line, table
 from atorch.report.training import compared, of_search
-from atorch.units import format_bytes, format_seconds
+from atorch.units import format_bytes, format_seconds, plural
 
 Answers = Sequence[tuple[str, PlanData | str]]
 """Plans by the name of their cluster; in place of a missing plan, the reason in words."""
@@ -52,6 +53,7 @@ NOTHING = 1e-6  # share of a full bar that counts as rounding
 MAX_ROWS = 8  # of the runners-up, and of the reasons against others
 CHANGES = 7  # lines of "What if"
 SHORT = 2  # of these, the most for changes that do not fit
+WIDTH = 110  # columns of text that is no terminal's
 NAMES, EACH = 13, 19  # widths: of the first column, and the least of a cluster's
 
 
@@ -77,6 +79,12 @@ def answer_report(plan: PlanData, title: str = "", max_rows: int = MAX_ROWS, ver
         parts.append(_listed(f"{plan['num_compositions']:,} compositions, by axis", counts))
     parts += [Text(f"Note: {note}.") for note in plan.get("notes", ())]
     return Group(*parts)
+
+
+def answer_text(plan: PlanData, verbose: bool = False) -> str:
+    with StringIO() as text:
+        Console(file=text, width=WIDTH).print(answer_report(plan, verbose=verbose))
+        return text.getvalue()
 
 
 def _picked(changes: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -253,7 +261,7 @@ def _compared_figures(answer: PlanData | str, fastest: float) -> Iterator[tuple[
     estimate, cluster = answer["estimate"], answer["cluster"]
     devices = cluster.get("num_nodes", 1) * cluster.get("devices_per_node", 1)
     yield "devices", f"{devices} × {cluster['device']['name']}"
-    yield "batch", f"{answer['global_batch']:,} samples"
+    yield "batch", plural(answer["global_batch"], "sample")
     yield "step", format_seconds(estimate["step_s"])
     if band(estimate):
         yield "between", band(estimate)

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from atorch.report.training import of_run, saved
-from atorch.units import format_bytes, format_count, format_seconds
+from atorch.units import format_bytes, format_count, format_seconds, plural
 
 CATEGORIES: Mapping[str, str] = {
     "masters": "fp32 copies of 16-bit parameters",
@@ -95,7 +95,7 @@ def headline(plan: PlanData, title: str = "") -> str:
         return title
     device, nodes, count = cluster["device"]["name"], cluster.get("num_nodes", 1), cluster.get("devices_per_node", 1)
     devices = f"{nodes} × {count} × {device}" if nodes > 1 else f"{count} × {device}"
-    return f"{devices}, {plan['global_batch']:,} samples a step{': ' if title else ''}{title}"
+    return f"{devices}, {plural(plan['global_batch'], 'sample')} a step{': ' if title else ''}{title}"
 
 
 def facts(plan: PlanData) -> Iterator[tuple[str, str]]:

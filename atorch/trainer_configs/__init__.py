@@ -8,10 +8,10 @@ from __future__ import annotations
 from importlib import import_module
 
 from atorch.errors import ArgumentError, near_miss
-from atorch.trainer_configs.setup import Entry, Kind, Target, TrainingSetup
+from atorch.trainer_configs.setup import Entry, Kind, Target, TrainingSetup, Traits
 from atorch.trainer_configs.source import Fields, Source
 
-__all__ = ["TARGETS", "Entry", "Fields", "Kind", "Source", "Target", "TrainingSetup", "recognised", "target"]
+__all__ = ["TARGETS", "Entry", "Fields", "Kind", "Source", "Target", "TrainingSetup", "Traits", "recognised", "target"]
 
 
 TARGETS = ("megatron", "torchtitan", "automodel", "axolotl", "accelerate", "deepspeed", "transformers")

@@ -13,7 +13,8 @@ from atorch.trainer_configs import deepspeed, transformers
 from atorch.trainer_configs.deepspeed import STAGES
 from atorch.trainer_configs.fsdp_settings import PARALLEL, read_fsdp, read_parallelism
 from atorch.trainer_configs.keys import Keys, split_launch
-from atorch.trainer_configs.setup import Draft, Entry, Kind, Target, TrainingSetup, lacking_methods
+from atorch.trainer_configs.megatron.flags import TRAITS
+from atorch.trainer_configs.setup import NARROW, Draft, Entry, Kind, Target, TrainingSetup, lacking_methods
 from atorch.trainer_configs.source import Fields, Source, options_of, values_of, yaml_text
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ def recognises(source: Source) -> bool:
 
 
 def read(source: Source) -> TrainingSetup:
-    draft = Draft()
+    draft = Draft(traits=TARGET.traits)
     if not source.words:
         fields = Fields(source.name, source.data)
         entries = read_config(fields, draft, source)
@@ -184,12 +185,11 @@ def _read_megatron(fields: Fields, draft: Draft) -> None:
         draft.add("sequence_parallel", mode="megatron")
     if fields.flag("megatron_lm_use_distributed_optimizer"):
         draft.add("zero1")
-    if fields.flag("megatron_lm_recompute_activations"):
-        draft.add("checkpoint", selective=True)
     if fields.data.get("megatron_lm_recompute_granularity") == "full":
         draft.add("checkpoint")
     if draft.precision:
         draft.add("half", dtype="fp16" if draft.precision == "fp16" else "bf16")
+    draft.fields["traits"] = TRAITS
     draft.fields["accumulation"] = fields.whole("megatron_lm_num_micro_batches")
 
 
@@ -321,4 +321,4 @@ def command(setup: TrainingSetup) -> str:
     )
 
 
-TARGET = Target("accelerate", "Accelerate", recognises, read, lacking, write, command)
+TARGET = Target("accelerate", "Accelerate", recognises, read, lacking, write, command, NARROW)

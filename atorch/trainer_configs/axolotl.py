@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from atorch.errors import ArgumentError
 from atorch.trainer_configs import transformers
 from atorch.trainer_configs.keys import Keys, lora_of, read_launcher, read_optimizer, split_launch
-from atorch.trainer_configs.setup import NO_EFFECT, Draft, Entry, Kind, Target, TrainingSetup
+from atorch.trainer_configs.setup import NARROW, NO_EFFECT, Draft, Entry, Kind, Target, TrainingSetup
 from atorch.trainer_configs.source import Fields, Source, options_of, values_of
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def recognises(source: Source) -> bool:
 
 def read(source: Source) -> TrainingSetup:
     """See `Target.read`."""
-    keys, draft, entries, values = Keys.of("axolotl"), Draft(), list[Entry](), dict(source.data)
+    keys, draft, entries, values = Keys.of("axolotl"), Draft(traits=TARGET.traits), list[Entry](), dict(source.data)
     if source.words:
         words = source.command
         named = next((word for word in words if word.endswith((".yaml", ".yml"))), None)
@@ -253,4 +253,4 @@ def lacking(strategy: Strategy) -> Iterator[str]:
     yield "every method: atorch reads Axolotl's files and writes none"
 
 
-TARGET = Target("axolotl", "Axolotl", recognises, read, lacking, lambda setup: {}, lambda setup: "")
+TARGET = Target("axolotl", "Axolotl", recognises, read, lacking, lambda setup: {}, lambda setup: "", NARROW)

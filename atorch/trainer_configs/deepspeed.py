@@ -12,7 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 from atorch.trainer_configs import transformers
 from atorch.trainer_configs.keys import TORCHRUN, Keys, read_optimizer
-from atorch.trainer_configs.setup import DTYPES, Draft, Entry, Kind, Target, TrainingSetup, dtype_of, lacking_methods
+from atorch.trainer_configs.setup import (
+    DTYPES,
+    NARROW,
+    Draft,
+    Entry,
+    Kind,
+    Target,
+    TrainingSetup,
+    dtype_of,
+    lacking_methods,
+)
 from atorch.trainer_configs.source import Fields, Source
 
 if TYPE_CHECKING:
@@ -30,7 +40,7 @@ STAGES: Mapping[int, tuple[str, str]] = {
     2: ("zero2", "zero2: gradients and optimizer states are sharded"),
     3: ("fsdp", "fsdp: parameters, gradients and optimizer states are sharded"),
 }
-HALF = "half: weights in {}, and fp32 copies that the optimizer steps"
+HALF = "half: weights and gradients in {}, and fp32 copies that the optimizer steps"
 ABSENT: Mapping[str, str] = {
     "chunk": "DeepSpeed offloads whole kinds of state, without a budget",
     "context_parallel": "DeepSpeed splits sequences by heads alone (sequence_parallel)",
@@ -59,7 +69,7 @@ def recognises(source: Source) -> bool:
 
 
 def read(source: Source) -> TrainingSetup:
-    draft = Draft()
+    draft = Draft(traits=TARGET.traits)
     if source.words:
         return transformers.read_command(source, draft, TARGET.name)
     return draft.setup(TARGET.name, read_config(Fields(source.name, source.data), draft))
@@ -73,6 +83,7 @@ def read_config(fields: Fields, draft: Draft, filled_by: str = "") -> tuple[Entr
     _read_precision(fields, draft, filled_by)
     _read_batches(fields, draft, filled_by)
     _read_zero(fields, draft)
+    _read_reductions(fields, draft)
     read_optimizer(fields.within("optimizer"), "type", OPTIMIZERS, draft)
     _read_parallelism(fields, draft)
     fields.within("activation_checkpointing")
@@ -151,6 +162,36 @@ def _read_zero(fields: Fields, draft: Draft) -> None:
         draft.axes["zero"] = shards
     draft.add(STAGES[stage][0], **config)
     _read_offload(zero, draft, stage)
+
+
+def _read_reductions(fields: Fields, draft: Draft) -> None:
+    """The types that gradients are sent and accumulated in, by default that of the weights, and their buffers."""
+    if draft.has("zero1", "zero2", "fsdp") and isinstance(fields.data.get("zero_optimization"), Mapping):
+        _read_buckets(fields.within("zero_optimization"), draft)
+    sent = fields.word("communication_data_type", ("fp32", "fp16", "bf16"))
+    if sent is not None:
+        draft.set_traits(reduced_itemsize=4.0 if sent == "fp32" else 2.0)
+        is_sharded = draft.has("zero2", "fsdp")
+        note = f"gradients are reduced in {sent}" if is_sharded else "gradients are reduced as they are held"
+        fields.tell("communication_data_type", "used" if is_sharded else "not expressed", note)
+    types = fields.within("data_types")
+    held = types.word("grad_accum_dtype", tuple(DTYPES))
+    if held is not None:
+        draft.set_traits(main_grad_itemsize=4.0 if held == "fp32" else 2.0)
+        types.tell("grad_accum_dtype", "used", f"gradients accumulate in {held}")
+
+
+def _read_buckets(zero: Fields, draft: Draft) -> None:
+    """Buffers of `reduce_bucket_size` gradients: two below stage 3 if communication overlaps (`ipg_buffer`)."""
+    number = 2 if zero.flag("overlap_comm") and not draft.has("fsdp") else 1
+    size = zero.whole("reduce_bucket_size", 0)
+    if zero.data.get("reduce_bucket_size") == "auto":
+        zero.tell("reduce_bucket_size", "assumed", "the trainer fills in the hidden size squared, which is little")
+        return
+    size = 500_000_000 if size is None else size
+    draft.set_traits(bucket_bytes=float(number * size * (2 if draft.has("half") else 4)))
+    note = f"{number} × {size:,} gradients in buffers"
+    zero.tell_setting("reduce_bucket_size", note)
 
 
 def _read_offload(zero: Fields, draft: Draft, stage: int) -> None:
@@ -278,4 +319,4 @@ def command(setup: TrainingSetup) -> str:
     return f"{TORCHRUN} train.py {transformers.flags_of(setup, deepspeed=CONFIG)}"
 
 
-TARGET = Target("deepspeed", "DeepSpeed", recognises, read, lacking, write, command)
+TARGET = Target("deepspeed", "DeepSpeed", recognises, read, lacking, write, command, NARROW)

@@ -1,4 +1,4 @@
-"""Files that start a command on every node: a shell script, Slurm, Kubernetes and SkyPilot.
+"""A plan as files of a trainer, and the file that starts it on every node: sh, Slurm, Kubernetes or SkyPilot.
 
 Each sets NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT and GPUS, which `Target.command` reads.
 """
@@ -8,11 +8,60 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from atorch.errors import ArgumentError, near_miss
+from atorch.errors import ArgumentError, StrategyError, near_miss
+from atorch.files import check_target, write
+from atorch.trainer_configs import target
 from atorch.trainer_configs.setup import TrainingSetup
 
+if TYPE_CHECKING:
+    from atorch.auto.planner.plan import ClusterPlan
+
 PORT = 29500
+
+
+def check_folder(name: str, folder: Path, launcher: str, force: bool) -> None:
+    """Make the folder of an export, before anything is computed for it.
+
+    Raises:
+        ArgumentError: it cannot be made or written to, or has files of this name and `force` is false.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ArgumentError(f"the folder {folder} cannot be made: {error.strerror}") from None
+    trainer = target(name)
+    names = [*trainer.write(trainer.sample()), launch_file(launcher, trainer.sample(), "")[0]]
+    for filename in names:
+        check_target(folder / filename)
+    there = [filename for filename in names if (folder / filename).exists()]
+    if there and not force:
+        raise ArgumentError(
+            f"{folder} has {', '.join(there)} already; give another folder, or --force (force=True) to replace them"
+        )
+
+
+def export(plan: ClusterPlan, name: str, folder: Path, launcher: str, force: bool) -> list[Path]:
+    """Write the files of a trainer for a plan, the last of which starts it; see `ClusterPlan.export`."""
+    check_folder(name, folder, launcher, force)
+    trainer, cluster = target(name), plan.cluster
+    reasons = trainer.lacks(plan.strategy)
+    if reasons:
+        raise StrategyError(
+            f"{trainer.title} cannot express {plan.strategy}: {'; '.join(reasons)}. Plan within what it can, with "
+            f"--for {name} (target={name!r})"
+        )
+    setup = TrainingSetup.of_strategy(
+        plan.strategy, name, cluster.num_nodes, cluster.devices_per_node, plan.global_batch,
+        model=plan.model, seq=plan.seq, knobs=plan.recipe,
+    )  # fmt: skip
+    files = dict(trainer.write(setup))
+    first, text = launch_file(launcher, setup, trainer.command(setup), cluster.device.name)
+    for filename, content in {**files, first: text}.items():
+        write(folder / filename, content)
+    return [folder / filename for filename in (*files, first)]
 
 
 def launch_file(kind: str, setup: TrainingSetup, command: str, device: str = "") -> tuple[str, str]:

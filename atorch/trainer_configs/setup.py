@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from atorch.cost.parallelism import AXES, BATCH_AXES, REPLICA_AXES
 from atorch.errors import ArgumentError, StrategyError, shown
@@ -26,6 +26,17 @@ def dtype_of(value: object) -> str | None:
     """The planner's name of a type that a configuration names, such as "torch.bfloat16"; None if it is none."""
     word = str(value).removeprefix("torch.")
     return next((name for name, of_torch in DTYPES.items() if word in (name, of_torch)), None)
+
+
+class Traits(NamedTuple):
+    """Traits of a trainer in which it differs from atorch."""
+
+    kernels: Mapping[str, Any] = {}  # fields of `Implementation`: which tensors the blocks of a known shape save
+    cost: Mapping[str, Any] = {}  # fields of `Cost`
+
+
+NARROW = Traits(cost={"reduced_itemsize": 0.0})
+"""Gradients are reduced in the type that parameters are gathered in, as Accelerate and DeepSpeed do."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +74,7 @@ class TrainingSetup:
         model: an id on the Hub, or a path. shape: options of `atorch plan` by name, such as {"layers": 32}.
         knobs: knobs of `PlanRequest` that say how the model is trained: lora, qlora, optimizer, dtype, attention,
             cross_entropy.
+        traits: of the trainer under this configuration.
     """
 
     tool: str
@@ -78,6 +90,7 @@ class TrainingSetup:
     model: str | None = None
     shape: Mapping[str, int] = field(default_factory=dict)
     knobs: Mapping[str, Any] = field(default_factory=dict)
+    traits: Traits = Traits()
     entries: tuple[Entry, ...] = ()
 
     def __post_init__(self) -> None:
@@ -218,6 +231,18 @@ class Draft:
         self.add(method, **config)
         return f"{axis} {size}: {method}"
 
+    def share_experts(self, size: int, **config: Any) -> str:
+        """Share the experts of blocks between so many processes, and say so."""
+        if size <= 1:
+            return "experts are not spread over processes"
+        self.add("expert_parallel", size=size, **config)
+        return f"expert_parallel: {size} processes share the experts of a block, each of which is whole"
+
+    def set_traits(self, **cost: Any) -> None:
+        """Set fields of the cost in which the trainer differs."""
+        held: Traits = self.fields.get("traits", Traits())
+        self.fields["traits"] = held._replace(cost={**held.cost, **cost})
+
     def has(self, *names: str) -> bool:
         return any(_pair(item)[0] in names for item in self._methods.values())
 
@@ -240,7 +265,7 @@ class Draft:
             self.add("amp_native", dtype=dtype)
             return f"amp_native: products in {dtype}, and weights in fp32"
         self.add("half", dtype=dtype)
-        return f"half: weights are gathered in {dtype}, and the optimizer steps fp32 shards"
+        return f"half: weights are gathered and gradients reduced in {dtype}, and the optimizer steps fp32 shards"
 
     def setup(self, tool: str, entries: tuple[Entry, ...]) -> TrainingSetup:
         methods = tuple(self._methods.values())
@@ -271,6 +296,8 @@ def lacking_methods(
     for method in strategy:
         if method.name in absent:
             yield f"{method}: {absent[method.name]}"
+        elif method.planned_only and method.name not in knobs:
+            yield f"{method}: the trainer's files have nothing like it"
         elif lacking := sorted(set(method.model_dump(exclude_defaults=True)).difference(knobs.get(method.name, ()))):
             yield f"{method}: there is no {' and no '.join(lacking)}"
 
@@ -287,6 +314,7 @@ class Target:
         write: the files of a setup whose strategy `lacks` nothing, by name.
         command: the command that starts training on one node, for `sh`. The variables NNODES, NODE_RANK, MASTER_ADDR,
             MASTER_PORT and GPUS (of a node) are set; `train.py` stands for the user's script.
+        traits: of the trainer with the files that it writes.
     """
 
     name: str
@@ -296,6 +324,7 @@ class Target:
     lacking: Callable[[Strategy], Iterator[str]]
     write: Callable[[TrainingSetup], Mapping[str, str]]
     command: Callable[[TrainingSetup], str]
+    traits: Traits = Traits()
 
     def lacks(self, strategy: Strategy) -> tuple[str, ...]:
         """Reasons, each with the name of what the trainer does not have: a method, a setting or a combination.
@@ -305,10 +334,15 @@ class Target:
         """
         return tuple(self.lacking(strategy))
 
-    def need_some(self) -> None:
-        """Raise ArgumentError if the trainer cannot express any strategy."""
+    def sample(self, **more: Any) -> TrainingSetup:
+        """A setup on one device: the names of files, and refusals of knobs, do not depend on the strategy."""
+        return TrainingSetup(tool=self.name, micro_batch=1, accumulation=1, global_batch=1, seq=1, **more)
+
+    def check(self, knobs: Mapping[str, Any]) -> None:
+        """Raise ArgumentError if the trainer cannot express any strategy, or cannot train as the knobs say."""
         from atorch.auto.strategy import Strategy
 
         lacking = self.lacks(Strategy(()))
         if lacking:
             raise ArgumentError(f"no plan is for {self.title}: it lacks {'; '.join(lacking)}")
+        self.write(self.sample(knobs=knobs))

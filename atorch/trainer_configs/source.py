@@ -19,13 +19,13 @@ from atorch.errors import ArgumentError, CapabilityError, near_miss, shown
 from atorch.files import read_bytes
 from atorch.files.strict_json import Format, Json, check, parse
 from atorch.trainer_configs.setup import Entry, Kind
-from atorch.trainer_configs.shell import SUFFIXES, is_known, read_script
+from atorch.trainer_configs.shell import SUFFIXES, called_by, is_known, read_script
 from atorch.trainer_configs.shell.words import ASSIGNMENT
 
 if TYPE_CHECKING:
     from atorch.trainer_configs.keys import Keys
 
-FORMAT = Format("configuration", ArgumentError, max_bytes=2**17, max_values=5_000)
+FORMAT = Format("configuration", ArgumentError, max_bytes=2**17, max_values=5_000, max_string=2**16)
 MAX_WHOLE = 2**40
 NOT_KNOWN = "there is no such key"
 MAX_MERGED = 1_000  # keys that `<<` may bring into one mapping, and merges in a file
@@ -61,7 +61,8 @@ class Source:
         path = Path(given)
         suffix = path.suffix.lower()
         if len(given) > 4096 or (not os.path.exists(given) and " " in given.strip()):
-            return cls(shown(given, 60), words=read_script(given).main_words)
+            script, folder = called_by(given)
+            return cls(shown(given, 60), words=script.main_words, variables=script.variables, folder=folder)
         if suffix in SUFFIXES:
             script = read_script(read_bytes(path, FORMAT).decode(errors="replace"))
             return cls(given, words=script.main_words, variables=script.variables, folder=path.parent)
@@ -193,7 +194,7 @@ def options_of(words: Sequence[str], flags: Collection[str] = ()) -> tuple[dict[
             name, equals, value = word.partition("=")
             options[name] = value if equals else True
             name = None if equals or name in flags else name
-        elif name is None:
+        elif name is None or (options[name] is not True and not is_known(word)):  # as $MORE_OPTIONS
             rest.append(word)
         else:
             held = options[name]

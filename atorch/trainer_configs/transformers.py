@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from atorch.errors import ArgumentError
 from atorch.trainer_configs.fsdp_settings import read_fsdp, read_parallelism
 from atorch.trainer_configs.keys import TORCHRUN, Keys, read_launcher, read_optimizer, split_launch
-from atorch.trainer_configs.setup import DTYPES, Draft, Entry, Kind, Target, TrainingSetup, dtype_of
+from atorch.trainer_configs.setup import DTYPES, NARROW, Draft, Entry, Kind, Target, TrainingSetup, dtype_of
 from atorch.trainer_configs.source import NOT_KNOWN, Fields, Source, options_of, values_of
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def recognises(source: Source) -> bool:
 
 
 def read(source: Source) -> TrainingSetup:
-    draft = Draft()
+    draft = Draft(traits=TARGET.traits)
     if source.words:
         return read_command(source, draft, TARGET.name)
     fields = Fields(source.name, source.data)
@@ -121,8 +121,9 @@ def _read_model(fields: Fields, draft: Draft) -> None:
     if attention is not None:
         fields.tell("attn_implementation", "used", f"attention {attention}")
         draft.knobs |= {"attention": attention} if attention != "sdpa" else {}
-    for key in ("torch_dtype", "dtype", "model_dtype"):
-        dtype = dtype_of(fields.data.get(key))
+    for key in ("torch_dtype", "dtype", "model_dtype", "pure_bf16"):  # the last is LLaMA-Factory's, true or false
+        given = fields.data.get(key)
+        dtype = "bf16" if str(given) == "True" else dtype_of(given)
         draft.weights = dtype or draft.weights
         fields.tell_used(f"weights are loaded in {dtype or 'fp32'}; see precision", key)
 
@@ -323,4 +324,4 @@ def command(setup: TrainingSetup) -> str:
     return f"{TORCHRUN} train.py {NAME}"
 
 
-TARGET = Target("transformers", "Transformers' TrainingArguments", recognises, read, lacking, write, command)
+TARGET = Target("transformers", "Transformers' TrainingArguments", recognises, read, lacking, write, command, NARROW)

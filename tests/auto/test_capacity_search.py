@@ -132,6 +132,13 @@ def test_the_size_that_is_found_is_that_of_brute_force_within_an_eighth(what, fi
         assert "does not" in found.solved["words"]
 
 
+def test_the_default_length_is_told_once(caplog):
+    with caplog.at_level("WARNING", "atorch"):
+        found = atorch.plan("Qwen/Qwen3-0.6B", cluster="1xA100-80GB", solve="rank", max_step="1s")
+    assert len(found.solved["tried"]) > 1
+    assert caplog.text.count("--seq is not given") == 1
+
+
 def test_the_fewest_devices_take_at_most_the_longest_step():
     job = {"cluster": "8xL4", "global_batch": 64, "seq": 1024, "excluded": FEW, "host_memory": False}
     found = atorch.plan(SMALL, solve="devices", max_step="1s", **job)

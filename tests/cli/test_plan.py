@@ -24,7 +24,7 @@ KEYS = {
     *("rejected", "ranking", "near_ties", "decisive", "counterfactuals", "counts_by_axis", "candidates", "pareto"),
     *("num_compositions", "num_dry_runs", "num_unopened", "num_legal", "gap", "seconds", "nearest_miss", "simulated"),
     *("cluster", "global_batch", "objective", "memory_bytes", "usable_bytes", "num_params"),
-    *("solved", "price", "training"),
+    *("solved", "price", "training", "model", "seq", "recipe"),
 }
 
 

@@ -1,11 +1,16 @@
 """`atorch plan --explain`, `--for` and `--export`."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
+import atorch
+from atorch.auto.planner.request import EXPERTS
 from atorch.auto.strategy import Strategy
 from atorch.cli import main
+from atorch.cost import plain_cost
+from atorch.cost.transformer import Implementation, TransformerShape, transformer_profile
 from atorch.trainer_configs import Source, recognised, target
 
 SMALL = "--layers 4 --hidden 256 --heads 4 --kv-heads 2 --ffn 512 --vocab 1000 --seq 128"
@@ -29,10 +34,13 @@ def fsdp(tmp_path):
     return str(path)
 
 
-def explained(path, *more, tmp_path, status=0):
+GPUS = ("--gpu", "A100-80GB", "--batch", "64")
+
+
+def explained(path, *more, tmp_path, status=0, cluster=GPUS):
     """The data of an explanation on eight GPUs."""
     out = tmp_path / "explained.json"
-    given = ["plan", "--explain", path, "--gpu", "A100-80GB", "--batch", "64", "--json", str(out), *more]
+    given = ["plan", "--explain", path, *cluster, "--json", str(out), *more]
     assert main(given) == status
     return json.loads(out.read_text())
 
@@ -241,3 +249,134 @@ def test_a_trainer_that_is_only_read_is_refused_at_once(capsys):
 def test_an_unknown_trainer_is_named(capsys):
     assert main(["plan", *SHAPE, "--cluster", "1xA100-80GB", "--for", "acelerate"]) == 1
     assert "did you mean 'accelerate'" in capsys.readouterr().err
+
+
+ZERO = {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}}
+STAGE3 = ZERO | {"zero_optimization": {"stage": 3}}
+REDUCED = {
+    "accelerate": (FSDP, 2, 2),
+    "deepspeed": (json.dumps(STAGE3), 2, 2),
+    "fp32": (json.dumps(STAGE3 | {"communication_data_type": "fp32"}), 4, 2),
+    "accumulated": (json.dumps(STAGE3 | {"data_types": {"grad_accum_dtype": "fp32"}}), 2, 4),
+}
+
+
+@pytest.mark.parametrize("name", REDUCED)
+def test_sharded_gradients_are_reduced_in_the_trainers_type(name, tmp_path):
+    text, sent, held = REDUCED[name]
+    setup = read(text, tmp_path)
+    setup = setup if setup.global_batch else replace(setup, micro_batch=1, global_batch=64)
+    shape = TransformerShape(layers=4, hidden=256, heads=4, ffn=512, vocab=1000, seq_len=128)
+    profile = transformer_profile(shape, 1, Implementation(itemsize=4.0))
+    cost = setup.strategy(8).cost(plain_cost(profile, 64).but(**setup.traits.cost))
+    (reduced,) = (comm for comm in cost.comm if comm.kind == "reduce_scatter")
+    assert reduced.num_bytes == sent * profile.num_params
+    assert cost.grad_bytes * (1 if cost.whole_grads else 8) == held * profile.num_params
+    assert setup.strategy(8).cost(plain_cost(profile, 64)).grad_bytes >= cost.grad_bytes or name == "accumulated"
+
+
+def test_deepspeeds_buffers_are_counted(tmp_path):
+    zero = {"stage": 2, "overlap_comm": True, "reduce_bucket_size": 2e8}
+    assert read(json.dumps(ZERO | {"zero_optimization": zero}), tmp_path).traits.cost["bucket_bytes"] == 8e8
+    assert read(json.dumps(STAGE3), tmp_path).traits.cost["bucket_bytes"] == 1e9
+    auto = read(json.dumps(ZERO | {"zero_optimization": zero | {"reduce_bucket_size": "auto"}}), tmp_path)
+    assert note_of(auto, "zero_optimization.reduce_bucket_size")[0] == "assumed"
+    assert "bucket_bytes" not in auto.traits.cost
+
+
+MEASURED = {  # GiB allocated on 8 B200s: MooreThreads/SimuMax, docs/b200/b200_release_v1.2_summary.md at 4dcaae513ba7
+    "--num-layers 12 --hidden-size 8192 --num-attention-heads 64 --ffn-hidden-size 28672 --num-query-groups 8": {
+        "--pipeline-model-parallel-size 2 --global-batch-size 16": 66.55,
+        "--tensor-model-parallel-size 2 --sequence-parallel --global-batch-size 16": 60.68,
+        "--tensor-model-parallel-size 4 --sequence-parallel --global-batch-size 8": 39.07,
+        "--tensor-model-parallel-size 8 --sequence-parallel --global-batch-size 4": 28.29,
+    },
+    "--num-layers 4 --hidden-size 16384 --num-attention-heads 128 --ffn-hidden-size 53248 --num-query-groups 8": {
+        "--pipeline-model-parallel-size 2 --global-batch-size 16": 87.08,
+        "--tensor-model-parallel-size 4 --sequence-parallel --global-batch-size 8": 52.89,
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("shape", "split", "measured"),
+    [(shape, split, gib) for shape, splits in MEASURED.items() for split, gib in splits.items()],
+)
+def test_megatrons_memory_is_as_measured(shape, split, measured, tmp_path):
+    command = (
+        "torchrun --nproc-per-node 8 pretrain_gpt.py --group-query-attention --padded-vocab-size 128256 --swiglu "
+        "--bf16 --untie-embeddings-and-output-weights --seq-length 4096 --micro-batch-size 1 --hidden-dropout 0 "
+        f"--use-distributed-optimizer {shape} {split}"
+    )
+    data = explained(command, tmp_path=tmp_path, cluster=("--gpu", "B200"))
+    assert data["estimate"]["peak_bytes"] / 2**30 == pytest.approx(measured, rel=0.05)
+
+
+def test_what_a_trainer_cannot_train_is_refused_before_the_search(capsys):
+    for trainer in ("megatron", "torchtitan"):
+        assert main(["plan", "Qwen/Qwen3-8B", "--lora", "16", "--gpu", "A100-80GB", "--for", trainer]) == 1
+        assert "leave lora" in capsys.readouterr().err
+
+
+def test_files_that_are_there_are_replaced_only_with_force(tmp_path, capsys):
+    given = ["plan", *SHAPE, "--gpu", "A100-80GB", "--verify", "0", "--export", "deepspeed", str(tmp_path)]
+    assert main(given) == 0
+    (tmp_path / "ds_config.json").write_text("mine")
+    (tmp_path / "launch.sh").unlink()
+    capsys.readouterr()
+    assert main(given) == 1
+    told = capsys.readouterr()
+    assert "ds_config.json, training_arguments.json already" in told.err
+    assert not told.out  # nothing was searched
+    assert (tmp_path / "ds_config.json").read_text() == "mine"
+    assert main([*given, "--force"]) == 0
+    assert (tmp_path / "ds_config.json").read_text() != "mine"
+
+
+def test_a_plan_is_exported_from_python(tmp_path):
+    plan = atorch.plan("Qwen/Qwen3-8B", cluster="8xA100-80GB", global_batch=64, seq=2048, target="deepspeed")
+    files = plan.export("deepspeed", tmp_path / "new", launcher="slurm")
+    assert [path.name for path in files] == ["ds_config.json", "training_arguments.json", "launch.slurm"]
+    held = json.loads(files[1].read_text())
+    assert held["model_name_or_path"] == "Qwen/Qwen3-8B"
+    assert "8 × NVIDIA A100-SXM4-80GB, 64 samples a step" in plan.explain()
+    assert len(plan.explain()) < len(plan.explain(verbose=True))
+    with pytest.raises(atorch.errors.ArgumentError, match="force=True"):
+        plan.export("deepspeed", tmp_path / "new")
+
+
+MIXTURE = (
+    "torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 4 --hidden-size 256 --num-attention-heads 4 "
+    "--num-experts 8 --seq-length 128 --swiglu --micro-batch-size 1 --global-batch-size 8 --bf16 "
+    "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size "
+)
+
+
+@pytest.mark.parametrize(("split", "size"), [("4", 8), ("4 --expert-tensor-parallel-size 1", 4), ("8", None)])
+def test_experts_are_shared_as_the_configuration_says(split, size, tmp_path):
+    data = explained(MIXTURE + split, tmp_path=tmp_path, cluster=("--gpu", "A100-80GB"))
+    entry = next(entry for entry in data["entries"] if entry["key"] == "--expert-model-parallel-size")
+    assert entry["kind"] == ("used" if size else "not expressed")
+    assert (f"expert_parallel(size={size})" in data["strategy"]) == bool(size)
+    assert ("expert_parallel" in " ".join(data["best"]["strategy"])) == bool(size)  # both have the same methods
+    assert not data["refusals"]
+
+
+def test_an_option_does_not_say_how_experts_are_shared(fsdp, capsys):
+    given = ["plan", "mistralai/Mixtral-8x7B-v0.1", "--explain", fsdp, "--gpu", "H100-80GB", "--batch", "64"]
+    assert main([*given, "--include", "expert_parallel"]) == 1
+    assert "does not say over how many processes; the configuration does" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("tool", ["megatron", "torchtitan", "automodel"])
+def test_a_plan_with_shared_experts_is_for_trainers_that_have_them(tool, tmp_path, capsys):
+    given = f"plan Qwen/Qwen3-30B-A3B --cluster 2x8xH100-80GB --batch 64 --seq 4096 --include {EXPERTS}".split()
+    out = tmp_path / "plan.json"
+    assert main([*given, "--export", tool, str(tmp_path), "--json", str(out)]) in (0, 3)
+    path = tmp_path / (f"{tool}.yaml" if tool == "automodel" else f"{tool}.sh")
+    source = Source.of(str(path))
+    strategy = Strategy.of(json.loads(out.read_text())["load_strategy"])
+    assert EXPERTS in strategy.names()
+    assert recognised(source).read(source).strategy(16) == strategy
+    assert main([*given, "--for", "accelerate"]) == 1
+    assert "the trainer's files have nothing like it" in capsys.readouterr().err

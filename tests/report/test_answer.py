@@ -203,4 +203,5 @@ def test_one_node_is_not_counted():
     plan["cluster"]["num_nodes"] = 1
     assert headline(plan) == "8 × NVIDIA H100 80GB HBM3, 1,024 samples a step"
     assert headline(plan, "job").endswith("a step: job")
+    assert headline(plan | {"global_batch": 1}).endswith(", 1 sample a step")
     assert headline({}) == ""

@@ -6,7 +6,7 @@ import subprocess
 import pytest
 
 from atorch.errors import ArgumentError
-from atorch.trainer_configs import Source
+from atorch.trainer_configs import Source, target
 from atorch.trainer_configs.shell import read_script
 
 SCRIPTS = {
@@ -99,3 +99,20 @@ def test_a_file_that_only_sets_variables_has_its_words(tmp_path):
     path.write_text("MODEL_ARGS=(\n  --num-layers 4 # blocks\n  --hidden-size 8\n)\nA=1\n")
     source = Source.of(str(path))
     assert (source.command, source.variables["MODEL_ARGS"]) == ((), ("--num-layers", "4", "--hidden-size", "8"))
+
+
+def test_a_script_takes_variables_and_arguments(tmp_path):
+    path = tmp_path / "train.sh"
+    path.write_text(
+        "TP=${TP:-1}\nif [ $1 = 8B ]; then N=32; else N=2; fi\nshift\n"
+        'torchrun pretrain_gpt.py --tensor-model-parallel-size $TP --num-layers $N --seq-length ${2:-64} "$@" $5 $1_x'
+    )
+    made = Source.of(f"TP=2 bash {path} 8B --bf16 128")
+    assert made.words == (
+        *("torchrun", "pretrain_gpt.py", "--tensor-model-parallel-size", "2", "--num-layers", "32"),
+        *("--seq-length", "128", "--bf16", "128", "$5", "$1_x"),
+    )
+    assert made.folder == tmp_path
+    assert Source.of(str(path)).words[2:5] == ("--tensor-model-parallel-size", "1", "--num-layers")
+    setup = target("megatron").read(made)
+    assert [entry.key for entry in setup.entries if "only a run tells what it holds" in entry.note] == ["$5", "$1_x"]

@@ -167,3 +167,14 @@ def test_what_only_a_run_tells_is_assumed():
     told = {entry.key for entry in setup.entries if entry.kind == "assumed"}
     assert {"--nproc_per_node", "--num-layers", "--tensor-model-parallel-size"} <= told
     assert setup.world_size is None
+
+
+def test_arguments_that_automodel_passes_on_are_unknown():
+    values = {
+        "model": {"pretrained_model_name_or_path": "Qwen/Qwen3-8B", "bogus": 1, "trust_remote_code": True},
+        "optimizer": {"_target_": "torch.optim.AdamW", "lrr": 1e-4},
+        "step_scheduler": {"local_batch_size": 1, "global_batch": 8},
+    }
+    setup = target("automodel").read(Source("recipe.yaml", data=values))
+    unknown = {entry.key for entry in setup.entries if entry.kind == "unknown"}
+    assert unknown == {"model.bogus", "optimizer.lrr", "step_scheduler.global_batch"}

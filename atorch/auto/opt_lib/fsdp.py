@@ -239,16 +239,16 @@ class Fsdp(Method):
         )
         if self.cpu_offload:
             cost = cost.but(param_offload=1.0, optim_offload=1.0)
-        return reduce_once(cost)
+        return reduce_once(cost.but(reduced_itemsize=reduced, grads_persist=False))
 
     def _itemsizes(self, cost: Cost) -> tuple[float, float]:
-        """Bytes of a gathered and of a reduced element; by default, those of the precision method and of fp32."""
+        """Bytes of a gathered and of a reduced element; by default, those of the precision method and of the cost."""
         precision = self.mixed_precision or MixedPrecision()
         gathered = cost.param_itemsize if cost.dtype == "float32" else 2.0
         if precision.param_dtype is not None:
             gathered = _itemsize(precision.param_dtype)
         reduced = precision.reduce_dtype or precision.param_dtype
-        return gathered, 4.0 if reduced is None else _itemsize(reduced)
+        return gathered, (cost.reduced_itemsize or gathered) if reduced is None else _itemsize(reduced)
 
     @classmethod
     def choices(cls, profile: ModelProfile, cluster: ClusterSpec) -> Iterable[Self]:

@@ -48,7 +48,7 @@ class Half(Precision):
             in_autocast=(),
             dtype=NAMES[self.dtype],
             param_itemsize=cost.param_itemsize / 2,
-            grad_itemsize=cost.grad_itemsize / 2,
+            grad_itemsize=cost.main_grad_itemsize or cost.grad_itemsize / 2,
             buffer_bytes=cost.buffer_bytes / 2,
             master_itemsize=cost.master_itemsize + 4.0,
             activation_scale=cost.activation_scale * byte_factor,

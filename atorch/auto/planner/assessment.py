@@ -10,7 +10,7 @@ from atorch.auto.planner.cluster_search import answer
 from atorch.auto.planner.estimate import EstimateUncertainty, estimate_of, usable_bytes, usable_host_bytes
 from atorch.auto.planner.explanation import Change, MemoryLimits, single_changes
 from atorch.auto.planner.plan import ClusterPlan, Estimate, json_data
-from atorch.auto.planner.request import PlanRequest
+from atorch.auto.planner.request import EXPERTS, PlanRequest
 from atorch.auto.planner.space import plannable, refusals, with_settings
 from atorch.auto.strategy import EXACTNESS, Strategy
 from atorch.cluster.spec import ClusterSpec
@@ -79,7 +79,8 @@ def assess(profile: ModelProfile, cluster: ClusterSpec, strategy: Strategy, requ
         StrategyError: a name in the request is unknown.
     """
     batch = profile.batch_size * cluster.world_size if request.global_batch is None else request.global_batch
-    start, times = plain_cost(profile, batch, cluster.device.memory_bytes), StepTimes(cluster)
+    start = plain_cost(profile, batch, cluster.device.memory_bytes).but(**request.trainer_traits.cost)
+    times = StepTimes(cluster)
     limits = MemoryLimits(usable_bytes(cluster, request.reserve), usable_host_bytes(cluster, request.reserve))
     doubt = EstimateUncertainty(start, cluster, times)
     estimate = doubt.with_band(strategy.methods, estimate_of(strategy.cost(start), cluster, times))
@@ -93,8 +94,9 @@ def assess(profile: ModelProfile, cluster: ClusterSpec, strategy: Strategy, requ
     fitting = [change for change in changes if limits.short(change.estimate) is None]
     most = estimate.step_s * (1 - WORTH) if short is None else float("inf")
     best: ClusterPlan | str
+    shared = (EXPERTS,) if EXPERTS in strategy.names() else ()
     try:
-        best = answer(profile, cluster, replace(request, global_batch=batch, fixed=None, extend=None))
+        best = answer(profile, cluster, replace(request, global_batch=batch, included=shared, fixed=None, extend=None))
     except (NoFeasiblePlanError, StrategyError) as error:
         best = str(error)
     return Assessment(

@@ -123,7 +123,8 @@ class _Question(PlanJob):
 
     @property
     def start(self) -> Cost:
-        return plain_cost(self.profile, self.global_batch, self.cluster.device.memory_bytes)
+        cost = plain_cost(self.profile, self.global_batch, self.cluster.device.memory_bytes)
+        return cost.but(**self.request.trainer_traits.cost)
 
     @property
     def limits(self) -> MemoryLimits:
@@ -223,6 +224,8 @@ def _plan(
         num_unopened={"slower": found.num_slow, "memory": found.num_large},
         seconds=time.monotonic() - began,
         num_params=question.profile.num_params,
+        seq=question.profile.sequence_length or None,
+        recipe=question.request.recipe,
     )
 
 

@@ -262,7 +262,7 @@ def _smaller_batches(job: J) -> Iterator[tuple[str, J]]:
 
 
 def _shorter_sequences(job: J) -> Iterator[tuple[str, J]]:
-    length = max((segment.sequence_length for segment in job.profile.segments), default=0)
+    length = job.profile.sequence_length
     for share in FACTORS:
         if length and length % share == 0 and length // share >= 1:
             text = f"use sequences of {length // share} instead of {length} tokens"

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from os import PathLike
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from atorch.auto.planner.candidate_table import CandidateTable
@@ -186,11 +187,43 @@ class ClusterPlan(Plan):
     solved: Mapping[str, Any] | None = None  # the size that was looked for: what, size, tried, words
     price: Price | None = None  # of a device, if it was asked for and is known
     training: Training | None = None  # a whole run, if it was asked for
+    model: str | None = None  # its id on the Hub, if it has one
+    seq: int | None = None  # tokens of a sample, if samples are sequences
+    recipe: Mapping[str, Any] = field(default_factory=dict)  # knobs that say how the model is trained, as lora
 
     @property
     def fits_narrowly(self) -> bool:
         """True if the choice fits by less than the uncertainty of its memory; some such runs go out of memory."""
         return (self.estimate.high_needed_bytes or 0.0) > self.usable_bytes
+
+    def explain(self, *, verbose: bool = False) -> str:
+        """The whole answer as text, as `atorch plan` (with `verbose`, `atorch plan --verbose`) prints it."""
+        from atorch.report.answer import answer_text
+
+        return answer_text(self.to_json_data(), verbose)
+
+    def export(
+        self, trainer: str, folder: str | PathLike[str], *, launcher: str = "sh", force: bool = False
+    ) -> list[Path]:
+        """Write the configuration of another trainer and the file that starts it, as `atorch plan --export` does.
+
+        A plan with `target=trainer` has only what the trainer can express.
+
+        Args:
+            trainer: such as "deepspeed"; the folder is made if it is not there.
+            launcher: what starts it: "sh", "slurm", "kubernetes" or "skypilot".
+            force: replace files that are there.
+
+        Returns:
+            The files; the last one starts the job.
+
+        Raises:
+            ArgumentError: an unknown trainer or launcher, the folder cannot be written to, or files are there already.
+            StrategyError: the trainer lacks something of the strategy.
+        """
+        from atorch.trainer_configs.launch import export
+
+        return export(self, trainer, Path(folder), launcher, force)
 
     def priced(self, prices: str | PathLike[str] | Prices | None = None) -> ClusterPlan:
         """The plan with the price of its devices, from a price file, or from the public offers that come with atorch.

@@ -54,6 +54,7 @@ class PlanRequest:
         optimizer, dtype, attention: as `CHOICES` has them; of models that are known by their shape, like `lora`.
         cross_entropy: "chunked" includes the method cross_entropy.
         target: a trainer, such as "accelerate", whose configuration has to express the strategy.
+        traits: how the trainer works, by default as the target's; not an argument of `atorch.plan`.
         max_step: the longest step that counts as a plan, as "2s" or "500ms", or in seconds.
 
     Raises:
@@ -79,6 +80,7 @@ class PlanRequest:
     cross_entropy: str | None = None
     target: str | None = None
     max_step: Any = None  # seconds or None once it is made
+    traits: trainer_configs.Traits | None = None
 
     def __post_init__(self) -> None:
         for name in ("excluded", "included"):
@@ -99,8 +101,6 @@ class PlanRequest:
             value = getattr(self, name)
             if value not in allowed and (value is not None or name not in CHOICES):
                 raise ArgumentError(f"{name} is {value!r}; {near_miss(str(value), allowed)}")
-        if self.target is not None:
-            trainer_configs.target(self.target).need_some()
         object.__setattr__(self, "max_step", duration(self.max_step, "max_step", "2s"))
         if self.host_memory not in (None, True, False):
             raise ArgumentError(
@@ -110,6 +110,8 @@ class PlanRequest:
             raise ArgumentError("qlora computes in 16 bits, and dtype is 'fp32'; leave one of them out")
         if self.cross_entropy and "cross_entropy" not in self.included:
             object.__setattr__(self, "included", (*self.included, "cross_entropy"))
+        if self.target is not None:
+            trainer_configs.target(self.target).check(self.recipe)
         refused = [name for name in REFUSE.get(self.optimizer, ()) if name not in self.excluded]
         object.__setattr__(self, "excluded", (*self.excluded, *refused))
 
@@ -122,6 +124,12 @@ class PlanRequest:
         if not rank.strip().isdecimal() or int(rank) < 1:
             raise ArgumentError(f"lora is {shown(self.lora)}; it is a rank of at least 1, or RANK:targets, as '16:q,v'")
         return int(rank), targets_of(words) if words else ALL_LINEAR
+
+    @property
+    def trainer_traits(self) -> trainer_configs.Traits:
+        if self.traits is not None:
+            return self.traits
+        return trainer_configs.target(self.target).traits if self.target else trainer_configs.Traits()
 
     @property
     def recipe(self) -> dict[str, Any]:
@@ -137,7 +145,7 @@ class PlanRequest:
             )
 
 
-PLAN_OPTIONS = tuple(PlanRequest.__dataclass_fields__)
+PLAN_OPTIONS = tuple(name for name in PlanRequest.__dataclass_fields__ if name != "traits")
 
 
 @dataclass(frozen=True)

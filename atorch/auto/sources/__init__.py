@@ -139,7 +139,7 @@ def _of_name(named: str, request: PlanRequest) -> JobSource:
         if cached is not None:
             return _of_config(cached, request, named)
         if facts is not None:
-            return _of_facts(facts, named, request)
+            return _of_facts(facts, named, request, named)
     nearby = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
     near = "".join(f"did you mean {name!r}? Else " for name in difflib.get_close_matches(path.name, nearby, n=1))
     raise ArgumentError(
@@ -156,7 +156,7 @@ def catalogue_of(request: PlanRequest, seq: int | None, cluster: ClusterSpec) ->
     for name, facts in shapes.catalogue().items():
         if repr(facts) not in found and not ("latent" in facts and request.adapters):
             shape = shapes.shape_of(facts, seq or DEFAULT_SEQ)
-            found[repr(facts)] = name, Subject(shapes.profile_of(shape, request, cluster.device))
+            found[repr(facts)] = name, Subject(shapes.profile_of(shape, request, cluster.device), model=name)
     if seq is None:
         logger.warning("--seq is not given: %s tokens a sample", f"{DEFAULT_SEQ:,}")
     return list(found.values())
@@ -176,7 +176,7 @@ def _of_job(named: str) -> JobSource:
 
 def _of_config(path: Any, request: PlanRequest, named: str | None = None) -> JobSource:
     if request.recipe and isinstance(path, Path):
-        return _of_facts(shapes.facts_of_config(path), named or str(path), request)
+        return _of_facts(shapes.facts_of_config(path), named or str(path), request, named)
     request.need_no_recipe("a config of transformers")
 
     def subject(seq: int | None, cluster: ClusterSpec) -> Subject:
@@ -184,7 +184,8 @@ def _of_config(path: Any, request: PlanRequest, named: str | None = None) -> Job
 
         arguments = config.job_of(path, seq)
         try:
-            return subject_of(arguments.pop("model"), arguments.pop("sample_batch"), cluster, **arguments)
+            traced = subject_of(arguments.pop("model"), arguments.pop("sample_batch"), cluster, **arguments)
+            return replace(traced, model=named)
         except Exception as error:
             fault = error.__cause__ if isinstance(error, AtorchError) else error
             if fault is None:
@@ -203,11 +204,15 @@ def _of_shape(shape: ShapeOptions, request: PlanRequest) -> JobSource:
     if missing:
         raise ArgumentError(f"a shape needs {', '.join(missing)} as well")
     sizes = ", ".join(f"{name} {value}" for name, value in shape.items() if value is not None)
-    return _of_facts(_facts(shape), f"a transformer with {sizes}", request, None)
+    return _of_facts(_facts(shape), f"a transformer with {sizes}", request, None, None)
 
 
 def _of_facts(
-    facts: Mapping[str, Any], title: str, request: PlanRequest, default_seq: int | None = DEFAULT_SEQ
+    facts: Mapping[str, Any],
+    title: str,
+    request: PlanRequest,
+    named: str | None,
+    default_seq: int | None = DEFAULT_SEQ,
 ) -> JobSource:
     def shape(seq: int | None) -> TransformerShape:
         length = seq or default_seq
@@ -217,16 +222,18 @@ def _of_facts(
             logger.warning("--seq is not given: %s tokens a sample", f"{length:,}")
         return shapes.shape_of(facts, length)
 
-    return _of_transformer(title, request, shape)
+    return _of_transformer(title, request, shape, named)
 
 
-def _of_transformer(title: str, request: PlanRequest, shape: Callable[[int | None], TransformerShape]) -> JobSource:
+def _of_transformer(
+    title: str, request: PlanRequest, shape: Callable[[int | None], TransformerShape], named: str | None = None
+) -> JobSource:
     """A decoder in closed form, in fp32 as precision methods expect it unless the request says otherwise."""
 
     def subject(seq: int | None, cluster: ClusterSpec) -> Subject:
         from atorch.auto.plan_for_cluster import Subject
 
-        return Subject(shapes.profile_of(shape(seq), request, cluster.device))
+        return Subject(shapes.profile_of(shape(seq), request, cluster.device), model=named)
 
     recipe = ", ".join(name if value is True else f"{name} {value}" for name, value in request.recipe.items())
     return JobSource(f"{title}, {recipe}" if recipe else title, True, subject)

@@ -20,6 +20,7 @@ from atorch.cost.profile import ModelProfile
 from atorch.cost.transformer import Experts, Implementation, LatentAttention, TransformerShape, transformer_profile
 from atorch.errors import ArgumentError
 from atorch.files.strict_json import Format, read_json
+from atorch.logs import logger
 
 if TYPE_CHECKING:
     from atorch.auto.planner.request import PlanRequest
@@ -40,8 +41,15 @@ def catalogue() -> Mapping[str, ShapeFacts]:
 
 
 def known(named: str) -> ShapeFacts | None:
-    """The facts of a public model, whatever the case of its id."""
-    return next((facts for name, facts in catalogue().items() if name.lower() == named.lower()), None)
+    """The facts of a public model, whatever the case of its id; those of a copy under another owner, with a warning."""
+    ids = {name.lower(): (name, facts) for name, facts in catalogue().items()}
+    if named.lower() in ids:
+        return ids[named.lower()][1]
+    owner, _, end = named.lower().rpartition("/")
+    original, facts = next((ids[name] for name in ids if owner and name.endswith(f"/{end}")), ("", None))
+    if original:
+        logger.warning("%s is not in the catalogue: it is taken for a copy of %s", named, original)
+    return facts
 
 
 def alike(named: str) -> str:
@@ -127,8 +135,7 @@ def profile_of(shape: TransformerShape, request: PlanRequest, device: DeviceSpec
         itemsize=4.0 if dtype == "fp32" else 2.0,
         flash_attention=fused,
         fused_softmax=fused,
-        fused_norm=False,
-        fused_activation=False,
+        **{"fused_norm": False, "fused_activation": False, **request.trainer_traits.kernels},
     )
     if request.adapters is None:
         profile = transformer_profile(shape, implementation=keep)

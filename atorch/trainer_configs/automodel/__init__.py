@@ -19,6 +19,7 @@ from atorch.trainer_configs.source import Fields, Source, options_of, values_of
 STRATEGIES: Mapping[str, str] = {
     **{"fsdp2": "fsdp2", "ddp": "ddp", "megatron_fsdp": "megatron_fsdp", "mfsdp": "megatron_fsdp"},
 }
+PASSED_ON = ("model", "optimizer", "loss_fn")  # sections whose further keys are arguments of _target_
 OFF = ("false", "off", "none", "disabled", "no", "")
 OPTIMIZERS: Mapping[str, str] = {
     **dict.fromkeys(("adam", "adamw", "fusedadam"), "adamw"),
@@ -76,11 +77,18 @@ def read(source: Source) -> TrainingSetup:
     layers = _read_model(fields, draft)
     distributed = fields.within("distributed")
     _read_mesh(distributed, draft, layers)
+    _read_experts(fields.within("model"), distributed, draft)
     _read_sharding(distributed, draft)
     _read_batches(fields, draft)
     _read_precision(fields, distributed, draft, has_adapters)
     _read_kernels(fields, distributed, draft)
-    return draft.setup(TARGET.name, fields.finish(Keys.of("automodel")))
+    keys = Keys.of("automodel")
+    for name in PASSED_ON:
+        section: Any = fields.within(name)
+        for key in section.data:
+            if keys.note_of(f"{name}.{key}", section.data[key]) is None:
+                section.tell(key, "unknown", "no such argument is known; AutoModel passes it on to what _target_ names")
+    return draft.setup(TARGET.name, fields.finish(keys))
 
 
 def _read_adapters(fields: Fields, draft: Draft) -> bool:
@@ -151,8 +159,14 @@ def _read_mesh(fields: Fields, draft: Draft, layers: int | None) -> None:
         pipeline.tell_given("no effect", "there is one stage: pp_size is 1", *pipeline.data)
     pipeline.tell_given("not expressed" if schedule == "zero_bubble" else "used", schedule, "pp_schedule")
     pipeline.tell_used(f"{pieces} pieces of the model on a process", "layers_per_stage")
-    if fields.size("ep_size") == 1:
-        fields.tell_used("experts are not spread over processes", "ep_size")
+
+
+def _read_experts(model: Fields, fields: Fields, draft: Draft) -> None:
+    backend = model.data.get("backend")
+    word = str(backend.get("dispatcher")) if isinstance(backend, Mapping) else ""
+    sends_once = {"dispatcher": "deepep"} if word in ("deepep", "hybridep", "uccl_ep") else {}
+    note = draft.share_experts(fields.size("ep_size"), **sends_once)
+    fields.tell_used(f"{note}, sent by {word}" if sends_once else note, "ep_size")
 
 
 def _read_sharding(fields: Fields, draft: Draft) -> None:
@@ -263,6 +277,8 @@ def _read_precision(fields: Fields, distributed: Fields, draft: Draft, has_adapt
     model.tell("torch_dtype", told, note if told == "used" else f"{note}, as the checkpoint has them")
     model.tell_used(note, "dtype")
     optimizer.tell_used(note, "master_weights")
+    if dtype_of(policy.data.get("reduce_dtype")) in ("bf16", "fp16"):
+        draft.set_traits(reduced_itemsize=2.0)
     policy.tell_used("as FSDP gathers and reduces; see model.torch_dtype", *policy.data)
     distributed.tell_used(note, "autocast_dtype")
     kind = str(optimizer.data.get("_target_", "torch.optim.AdamW")).rpartition(".")[2].lower()

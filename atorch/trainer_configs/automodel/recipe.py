@@ -25,6 +25,7 @@ KNOBS: Mapping[str, tuple[str, ...]] = {
     **{"micro_batch": ("size", "count", "reduce"), "checkpoint": ("selective",), "sequence_parallel": ("mode",)},
     **{"pipeline_parallel": ("schedule", "micro_batches"), "offload": ("parameters", "optimizer")},
     **{"fp8": ("exclude", "scaling"), "compile": (), "cross_entropy": (), "context_parallel": ()},
+    "expert_parallel": ("size",),
 }
 
 
@@ -81,6 +82,7 @@ def recipe(setup: TrainingSetup) -> dict[str, Any]:
         distributed |= {"dp_replicate_size": shares // zero} if zero > 1 else {}
     if "sequence_parallel" in methods:
         distributed["sequence_parallel"] = True
+    distributed |= {"ep_size": methods["expert_parallel"].size} if "expert_parallel" in methods else {}
     stages = methods.get("pipeline_parallel")
     if stages is not None:
         word = {"interleaved": "interleaved1f1b"}.get(stages.schedule, stages.schedule)

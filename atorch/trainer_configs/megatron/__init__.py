@@ -1,8 +1,8 @@
 """Megatron-LM's command line, alone or in a shell script.
 
 Flags and defaults are those of megatron/training/arguments.py and the dataclasses that it makes flags of, at the commit
-of `known/megatron.json`. In 16 bits Megatron steps fp32 copies of the weights, as `half` does, but it accumulates
-gradients in fp32: 2 bytes a parameter more than the estimate has.
+of `known/megatron.json`. In 16 bits Megatron steps fp32 copies of the weights, as `half` does, and adds gradients up in
+fp32 or 16 bits, in the buckets that it reduces.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import re
 from collections.abc import Mapping
 
 from atorch.trainer_configs.keys import Keys, read_launcher, split_launch
-from atorch.trainer_configs.megatron.flags import NAME, OPTIMIZERS, SHARDING, SIZES, lacking, write
-from atorch.trainer_configs.setup import Draft, Kind, Target, TrainingSetup
+from atorch.trainer_configs.megatron.flags import NAME, OPTIMIZERS, SHARDING, SIZES, TRAITS, lacking, write
+from atorch.trainer_configs.setup import Draft, Entry, Kind, Target, TrainingSetup
 from atorch.trainer_configs.shell import is_known
 from atorch.trainer_configs.source import Fields, Source, options_of
 
@@ -20,8 +20,8 @@ MARKS = frozenset(
     ("--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--num-layers", "--hidden-size", "--seq-length")
     + ("--num-attention-heads", "--micro-batch-size", "--global-batch-size", "--use-distributed-optimizer")
 )
-FP32_GRADIENTS = "half {}: 16-bit weights, and fp32 copies that the optimizer steps; fp32 gradients take 2 bytes more"
 OWN_CUT = "the cut whose slowest stage is fastest, in the estimate"
+EXPERTS = ("--expert-model-parallel-size", "--expert-tensor-parallel-size", "--num-experts")
 VOCABULARIES: Mapping[str, int] = {
     **{"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000, "BertWordPieceLowerCase": 30522, "TikTokenizer": 131072},
     **{"BertWordPieceCase": 28996},
@@ -42,16 +42,19 @@ def read(source: Source) -> TrainingSetup:
     """See `Target.read`."""
     keys = Keys.of("megatron")
     launcher, _, words = split_launch(_words(source))
-    draft = Draft()
+    draft = Draft(traits=TRAITS)
     entries = read_launcher(launcher, source.environment, draft)
-    fields = Fields(source.name, options_of(words, keys.facts["types"]["flag"])[0], "", entries)
+    options, rest = options_of(words, keys.facts["types"]["flag"])
+    told = "only a run tells what it holds; give the script's arguments: --explain 'bash train.sh 8B …'"
+    entries += [Entry(word, None, "assumed", told) for word in rest if not is_known(word)]
+    fields = Fields(source.name, options, "", entries)
     tensor = _read_mesh(fields, draft)
     _read_sharding(fields, draft)
     _read_precision(fields, draft)
+    _read_gradients(fields, draft)
     _read_recompute(fields, draft)
     _read_batches(fields, draft)
     _read_optimizer(fields, draft)
-    fields.tell("--transformer-impl", "assumed", "blocks keep what transformers' do; Megatron's fused ones keep less")
     _read_shape(fields, draft, tensor)
     return draft.setup(TARGET.name, fields.finish(keys))
 
@@ -75,10 +78,21 @@ def _read_mesh(fields: Fields, draft: Draft) -> int:
     if how not in ("a2a", "p2p") and context > 1:
         fields.tell("--cp-comm-type", "not expressed", f"{ring} in the estimate")
     fields.tell_used("sequence_parallel (ulysses)" if how == "a2a" else ring, "--cp-comm-type")
-    if fields.size("--expert-model-parallel-size") == 1:
-        fields.tell_used("experts are not spread over processes", "--expert-model-parallel-size")
+    _share_experts(fields, draft, tensor)
     _read_pipeline(fields, draft)
     return tensor
+
+
+def _share_experts(fields: Fields, draft: Draft, tensor: int) -> None:
+    """Whole experts on as many processes as Megatron has parts of experts on, if they divide the experts."""
+    size, split, count = map(fields.size, EXPERTS, (1, tensor, 1))
+    if size > 1 and count % (size * split):
+        note = f"{count} experts do not divide by {size} × {split}; they are split as other layers"
+        fields.tell_given("not expressed", note, *EXPERTS[:2])
+        return
+    sends_once = "--moe-enable-deepep" in fields or "--moe-flex-dispatcher-backend" in fields
+    config = {"dispatcher": "deepep"} if sends_once else {}
+    fields.tell_used(draft.share_experts(size * split if size > 1 else 1, **config), *EXPERTS[:2])
 
 
 def _read_pipeline(fields: Fields, draft: Draft) -> None:
@@ -94,10 +108,8 @@ def _read_pipeline(fields: Fields, draft: Draft) -> None:
         pieces = max(1, (layout.count("|") + 1) // stages)
     config = {"schedule": "interleaved", **({"interleave": pieces} if pieces > 2 else {})} if pieces > 1 else {}
     note = draft.split("pipeline", stages, "pipeline_parallel", **config)
-    if stages > 1:
-        kept = "atorch keeps buffers of all micro-batches, which Megatron does not"
-        note = f"pipeline {stages}: stages under 1F1B; {kept}"
-    fields.tell_used(note, "--pipeline-model-parallel-size")
+    draft.set_traits(sends_beside=pieces > 1 and "--no-overlap-p2p-communication" not in fields)
+    fields.tell_used(f"pipeline {stages}: stages under 1F1B" if stages > 1 else note, "--pipeline-model-parallel-size")
     many = f"{pieces} pieces of the model on a process, interleaved" if stages > 1 else "there is one stage"
     fields.tell_given(*(("used", many) if layers else ("not expressed", OWN_CUT)), per)
     fields.tell_used(many, "--num-virtual-stages-per-pipeline-rank")
@@ -133,7 +145,7 @@ def _read_precision(fields: Fields, draft: Draft) -> None:
         raise fields.invalid("--fp16", "--bf16 is given as well, and Megatron takes one of them")
     for word in words:
         draft.add("half", dtype=word)
-        fields.tell(f"--{word}", "used", FP32_GRADIENTS.format(word))
+        fields.tell(f"--{word}", "used", f"half {word}: 16-bit weights, and fp32 copies that the optimizer steps")
     if not words:
         fields.tell("--bf16", "assumed", "computed in fp32: neither --bf16 nor --fp16 is given")
     format_ = fields.data.get("--fp8-format", fields.data.get("--fp8"))
@@ -151,6 +163,21 @@ def _read_precision(fields: Fields, draft: Draft) -> None:
         draft.knobs["attention"] = "eager"
         scores = "attention eager: scores are written"
     fields.tell_used(scores, "--attention-backend", "--use-flash-attn")
+
+
+def _read_gradients(fields: Fields, draft: Draft) -> None:
+    """The type and place of accumulated gradients, and what a block keeps."""
+    narrow = "--grad-reduce-in-bf16" in fields or fields.data.get("--main-grads-dtype") == "bf16"
+    narrow |= "--fp16" in fields and "--accumulate-allreduce-grads-in-fp32" not in fields
+    size, is_fused = 2.0 if narrow else 4.0, "--no-gradient-accumulation-fusion" not in fields
+    drops = str(fields.data.get("--hidden-dropout", "0.1")).strip("0.") != ""
+    draft.set_traits(main_grad_itemsize=size, adds_in_products=is_fused, placeholder_itemsize=2.0 * is_fused)
+    draft.fields["traits"] = draft.fields["traits"]._replace(kernels={**TRAITS.kernels, "dropout": drops})
+    note = f"gradients of {size:.0f} bytes, which micro-batches add up in and which are reduced"
+    flags = ("--grad-reduce-in-bf16", "--main-grads-dtype", "--accumulate-allreduce-grads-in-fp32")
+    fields.tell_used(note, *flags)
+    fields.tell_used("gradients are added by operations of their own", "--no-gradient-accumulation-fusion")
+    fields.tell_used("masks of dropout are kept" if drops else "no dropout", "--hidden-dropout")
 
 
 def _read_recompute(fields: Fields, draft: Draft) -> None:
@@ -277,4 +304,4 @@ def _vocabulary_of(fields: Fields) -> int | None:
     return None if facts is None else int(facts["vocab"])
 
 
-TARGET = Target("megatron", "Megatron-LM", recognises, read, lacking, write, lambda setup: f"bash {NAME}")
+TARGET = Target("megatron", "Megatron-LM", recognises, read, lacking, write, lambda setup: f"bash {NAME}", TRAITS)

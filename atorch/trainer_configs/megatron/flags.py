@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from atorch.errors import ArgumentError
 from atorch.trainer_configs.keys import torchrun_script
-from atorch.trainer_configs.setup import TrainingSetup, lacking_methods
+from atorch.trainer_configs.setup import TrainingSetup, Traits, lacking_methods
 
 if TYPE_CHECKING:
     from atorch.auto.strategy import Strategy
@@ -26,6 +26,18 @@ SIZES: Mapping[str, tuple[str, str]] = {
     "--moe-router-topk": ("top-k", "experts of a token"),
 }
 OPTIMIZERS: Mapping[str, str] = {"adam": "adamw", "sgd": "sgd", "muon": "muon", "dist_muon": "muon", "lion": "lion"}
+TRAITS = Traits(
+    # Fused norms and activations, and probabilities of the loss in fp32, of which the gradient is made in place
+    # (megatron/core/fusions, core/tensor_parallel/cross_entropy.py): the activations of arXiv 2205.05198, section 4.
+    kernels={"fused_norm": True, "fused_activation": True, "loss_bytes": 2.0},
+    # 2 bytes a weight and 4 a gradient, in contiguous buffers, beside 12 of optimizer states, whose step makes no
+    # temporaries: 18, or 6 + 12 / d (`num_bytes_per_parameter` of megatron/training/theoretical_memory_usage.py).
+    cost={
+        **{"main_grad_itemsize": 4.0, "grads_persist": True, "step_itemsize": 0.0, "adds_in_products": True},
+        **{"placeholder_itemsize": 2.0, "frees_boundaries": True, "scatters_sends": True, "tensor_beside": "weights"},
+        **{"fp8_once": True, "fp8_gathers": True},
+    },
+)
 ABSENT: Mapping[str, str] = {
     "amp_native": "Megatron casts the whole model: use half",
     "chunk": "Megatron has no budget of device memory",
@@ -36,6 +48,7 @@ ABSENT: Mapping[str, str] = {
 KNOBS: Mapping[str, tuple[str, ...]] = {
     **{"half": ("dtype",), "parallel_mode": ("slices",), "micro_batch": ("size", "count", "reduce")},
     **{"offload": ("optimizer",), "sequence_parallel": ("mode",), "checkpoint": (), "fsdp": (), "zero2": ()},
+    "expert_parallel": ("size", "dispatcher"),
     **{"pipeline_parallel": ("schedule", "interleave", "micro_batches"), "fp8": ("exclude", "include", "fp8_format")},
 }
 
@@ -81,6 +94,7 @@ def flags(setup: TrainingSetup) -> list[str]:
         found += ["--cp-comm-type", "a2a"]
     if getattr(methods.get("sequence_parallel"), "mode", "") == "megatron":
         found.append("--sequence-parallel")
+    found += _expert_flags(methods.get("expert_parallel"))
     stages = methods.get("pipeline_parallel")
     if stages is not None and stages.schedule == "interleaved":
         found += ["--num-virtual-stages-per-pipeline-rank", str(stages.pieces)]
@@ -99,6 +113,14 @@ def flags(setup: TrainingSetup) -> list[str]:
     if "offload" in methods:
         found += ["--optimizer-cpu-offload", "--optimizer-offload-fraction", str(float(methods["offload"].optimizer))]
     return found + _optimizer_flags(setup)
+
+
+def _expert_flags(experts: Any) -> list[str]:
+    if experts is None:
+        return []
+    once = ["--moe-token-dispatcher-type", "flex", "--moe-flex-dispatcher-backend", "deepep"]
+    found = ["--expert-model-parallel-size", str(experts.size), "--expert-tensor-parallel-size", "1"]
+    return [*found, *(once if experts.dispatcher == "deepep" else [])]
 
 
 def _optimizer_flags(setup: TrainingSetup) -> list[str]:
@@ -130,6 +152,7 @@ def _shape_flags(setup: TrainingSetup) -> list[str]:
         return ["${MODEL_ARGS:?the flags of your model}"]
     names = {name: flag for flag, (name, _) in SIZES.items()} | {"ffn": "--ffn-hidden-size", "vocab": "--vocab-size"}
     found = ["--swiglu", "--normalization", "RMSNorm", "--position-embedding-type", "rope"]
+    found += ["--hidden-dropout", "0", "--attention-dropout", "0"]
     found += ["--disable-bias-linear", "--group-query-attention", "--num-query-groups"]
     found.append(str(shape.get("kv-heads") or shape["heads"]))
     for name, flag in names.items():

@@ -9,16 +9,20 @@ from __future__ import annotations
 
 import ast
 import operator
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from pathlib import Path
 
 from atorch.errors import ArgumentError
+from atorch.files import FileKind, read_bytes
 from atorch.trainer_configs.shell.words import ASSIGNMENT, OPERATORS, end_of, tokens_of
 
 MAX_CHARACTERS, MAX_EXPANDED, MAX_NUMBER, MAX_DEPTH = 2**17, 2**21, 10**15, 40
 SUFFIXES = (".sh", ".bash", ".slurm", ".sbatch")
+FORMAT = FileKind("script", ArgumentError, max_bytes=MAX_CHARACTERS)
 _RESERVED = frozenset(
     ("if", "then", "elif", "else", "fi", "for", "select", "while", "until", "do", "done", "case", "esac", "{", "}")
 )
@@ -74,8 +78,11 @@ class Script:
         return (*(f"{name}={value}" for name, value in command.variables.items()), *command.words)
 
 
-def read_script(text: str) -> Script:
+def read_script(text: str, given: Mapping[str, Sequence[str]] | None = None) -> Script:
     """The commands and variables of a script or of one command line.
+
+    Args:
+        given: variables that are set before it begins; "@" has the script's arguments.
 
     Raises:
         ArgumentError: the text is too long, is nested too deep, or would expand to too much.
@@ -84,6 +91,7 @@ def read_script(text: str) -> Script:
         raise ArgumentError(f"a script of {len(text):,} characters; at most {MAX_CHARACTERS:,} are read")
     try:
         reader = _Reader(list(tokens_of(text)))
+        reader.variables |= {name: list(values) for name, values in (given or {}).items()}
         for option, value in _SLURM.findall(text):
             reader.variables |= dict.fromkeys(_SLURM_NAMES.get(option, ()), [value.rpartition(":")[2]])
         reader.block(frozenset(), live=True, depth=0)
@@ -150,6 +158,8 @@ class _Reader:
         if "-c" in expanded[1:-1]:  # of `bash -c "a command"`
             at = expanded.index("-c", 1) + 1
             expanded[at : at + 1] = expanded[at].split()
+        if expanded[:1] == ["shift"] and "@" in self.variables:
+            self.variables["@"] = self.variables["@"][int(expanded[1]) if "".join(expanded[1:2]).isdecimal() else 1 :]
         self.commands.append(Command(tuple(expanded), alone))
 
     def _assign(self, word: str) -> None:
@@ -213,9 +223,11 @@ class _Reader:
         if found is None:
             return None
         name, index, action, default = found.groups()
-        if name in ("@", "*"):  # the arguments of the script, of which there are none
-            return []
-        values = self.variables.get(name)
+        arguments = self.variables.get("@", [])
+        if name in ("@", "*"):
+            return [self._spend(value) for value in arguments]
+        place = int(name) if re.fullmatch("[1-9][0-9]{0,5}", name) else 0
+        values = arguments[place - 1 : place] or None if place else self.variables.get(name)
         missing = values is None or action and action.startswith(":") and not "".join(values)
         if action and action[-1] in "+?" and missing:
             return [] if action[-1] == "+" else None
@@ -354,3 +366,20 @@ class _Reader:
                 if self.block(frozenset((";;", "esac")), matches, depth) == "esac":
                     return
                 live = live and not matches
+
+
+def called_by(text: str) -> tuple[Script, Path]:
+    """The script of a command line, or that which it calls, as `TP=2 bash train.sh 8B`, and its folder.
+
+    Raises:
+        ArgumentError: as `read_script`.
+    """
+    script = read_script(text)
+    command = script.main_command
+    words = command.words[1:] if command.words[:1] in (("bash",), ("sh",)) else command.words
+    path = Path(words[0]) if words else Path()
+    if path.suffix.lower() not in SUFFIXES or not os.path.isfile(path):
+        return script, Path()
+    alone = {name: (value,) for name, value in command.variables.items()}
+    given = {**script.variables, **alone, "@": words[1:]}
+    return read_script(read_bytes(path, FORMAT).decode(errors="replace"), given), path.parent

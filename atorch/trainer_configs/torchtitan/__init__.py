@@ -123,6 +123,8 @@ def _read_mesh(fields: Fields, draft: Draft, config: Mapping[str, Any], layers: 
         draft.add("sequence_parallel", mode="megatron")
     note = "sequence_parallel (megatron)" if by_tokens else "no sequence_parallel"
     fields.tell_used(note, "parallelism.enable_sequence_parallel")
+    experts = draft.share_experts(fields.size("parallelism.expert_parallel_degree"))
+    fields.tell_used(experts, "parallelism.expert_parallel_degree")
     balances = fields.data.get("parallelism.context_parallel_load_balancer", "headtail") not in (None, "None")
     settings: dict[str, Any] = {} if balances else {"load_balance": False}
     fields.tell_used(draft.split("context", context, "context_parallel", **settings), keys[1])

@@ -25,7 +25,7 @@ KNOBS: Mapping[str, tuple[str, ...]] = {
     **{"half": ("dtype",), "parallel_mode": ("slices",), "micro_batch": ("size", "count", "reduce")},
     **{"offload": ("optimizer", "parameters"), "sequence_parallel": ("mode",), "checkpoint": ("selective",)},
     **{"context_parallel": ("load_balance",), "pipeline_parallel": ("schedule", "micro_batches")},
-    **{"cross_entropy": ("chunk_tokens",), "fsdp": (), "zero2": (), "compile": ()},
+    **{"cross_entropy": ("chunk_tokens",), "expert_parallel": ("size",), "fsdp": (), "zero2": (), "compile": ()},
 }
 
 
@@ -101,6 +101,8 @@ def flags(setup: TrainingSetup) -> list[str]:
         names = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "Interleaved1F1B"}
         values |= {"parallelism.pipeline_parallel_schedule": names[stages.schedule]}
         values |= {"parallelism.num_pp_microbatches": count, "training.disable_cuda_graphs": None}
+    if "expert_parallel" in methods:
+        values["parallelism.expert_parallel_degree"] = methods["expert_parallel"].size
     ring = methods.get("context_parallel")
     if ring is not None and not ring.load_balance:
         values["parallelism.context_parallel_load_balancer"] = "None"

@@ -200,6 +200,12 @@ def test_an_unknown_name_is_told_near_ones():
         source_of("unsloth/Qwen3-8b-bnb", None, {}, PlanRequest())
 
 
+def test_a_copy_under_another_owner_has_the_shape_of_its_namesake(caplog):
+    assert shapes.known("unsloth/Qwen3-8B") == shapes.known("Qwen/Qwen3-8B")
+    assert "is taken for a copy of Qwen/Qwen3-8B" in caplog.text
+    assert shapes.known("Qwen3-8B") is None
+
+
 def test_a_shape_of_ones_own_is_planned_as_that_of_the_catalogue(tmp_path):
     own = TransformerShape(**shapes.known(QWEN), seq_len=512)
     mine = atorch.plan(own, cluster="1x3090", verify=0, lora=8)

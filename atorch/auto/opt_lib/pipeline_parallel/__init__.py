@@ -122,7 +122,8 @@ class PipelineParallel(Method):
         cost = split_pipeline(cost, schedule=self.schedule, interleave=self.pieces)
         if cost.stages == 1 and self.micro_batches is None:
             return cost
-        neighbours = min(2, cost.stages - 1) if self.backend == "torch" else 0
+        keeps = self.backend == "torch" and not cost.frees_boundaries
+        neighbours = min(2, cost.stages - 1) if keeps else 0
         kept = neighbours * self.pieces * cost.num_micro_batches * boundary_bytes(cost)
         kept *= 2.0 if self.schedule == "zero_bubble" else 1.0
         cost = cost.but(bucket_bytes=cost.bucket_bytes + kept)
