@@ -28,6 +28,7 @@ from atorch.model.meta_device import give_memory, unfilled
 from atorch.model.user_functions import LossFunc
 from atorch.runtime.chunk.parameter import ChunkedParameter
 from atorch.runtime.data.loader import Loader, shares_out
+from atorch.runtime.gradients.backward import OtherGradients
 from atorch.runtime.gradients.clip import ClipsItself, add_clipping, parts_of
 from atorch.runtime.gradients.norm_guard import SCALED, guard_gradients
 from atorch.runtime.loss.reduction import LossWeight, Rule, tolerance_of
@@ -133,6 +134,7 @@ class Context:
     initial: ValueSource | None = None  # of a model on the meta device; None if it has values, or gets none
     rank_weights: list[RankWeight] = field(default_factory=list)  # of what was built, by kind of batch
     seen: MutableMapping[str, Any] = field(default_factory=dict)  # observations of the model, shared by all candidates
+    other_gradients: OtherGradients = field(default_factory=OtherGradients)  # to restore after trial passes
     already_warned: MutableSet[str] = field(default_factory=set)  # warnings already given, at most once a job
     learnt: Mapping[str, Any] = field(default_factory=dict)  # JSON data for the metadata of a saved strategy
 

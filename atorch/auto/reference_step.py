@@ -295,6 +295,7 @@ def _run_plainly(
                 inputs = ctx.prepare_input(batch, ctx.device)
                 loss = value_of(ctx.loss_func(inputs, ctx.call_model(model, inputs)))
             after = drawn(ctx.device)
+            ctx.other_gradients.note(loss, model)
             loss.backward()
         now = list(model.buffers())
         moves = len(buffers) != len(now) or not all(map(same_values, buffers, now))

@@ -61,15 +61,32 @@ def run(call: Request) -> tuple[bool, AccelerateResult | None, Strategy | None]:
                 show_rejections(error.rejected)
             logger.warning("%s", error)
             return False, None, None
+        finally:
+            ctx.other_gradients.restore()
+        _warn_of_others(ctx)
         target = options.save_strategy_to_file
         if target is not None:
             all_or_none(lambda: strategy.save(target) if ctx.world.rank == 0 else None)
         return True, result, strategy
 
 
+def _warn_of_others(ctx: Context) -> None:
+    others = ctx.other_gradients.parameters
+    if others and ctx.world.size > 1:
+        logger.warning(
+            "the loss depends on trainable parameters that are not the model's (the first is of shape %s), and only "
+            "the model's gradients are averaged over processes. If you train them, make them a module of the model, or "
+            "give their module to auto_accelerate, too",
+            tuple(others[0].shape),
+        )
+
+
 def searched(call: Request) -> Plan:
-    began = time.monotonic()
-    return _searched(_context(call), None, call, began)
+    began, ctx = time.monotonic(), _context(call)
+    try:
+        return _searched(ctx, None, call, began)
+    finally:
+        ctx.other_gradients.restore()
 
 
 def _prepare(call: Request) -> tuple[Context, Strategy | None]:

@@ -27,7 +27,7 @@ from atorch.errors import ArgumentError, StrategyError
 from atorch.model.state import children_in_eval, preserved_state, restored_state
 from atorch.runtime.gradients.backward import expects_none
 from tests.auto.planner.jobs import cluster
-from tests.auto.training import refusal, run_each
+from tests.auto.training import messages, refusal, run_each
 from tests.pool import Pool, on_ranks
 
 ROWS, FEATURES = 8, 6
@@ -500,3 +500,25 @@ def test_gradients_are_compared_below_the_loss_scale_that_overflows(damage: str)
     assert result.optim.state_dict()["loss_scale"]["scale"] == 2.0**16
     with registered(DAMAGES[damage]) as broken, pytest.raises(StrategyError, match="does not compute"):
         accelerate(Net(), [fp16, broken], loss_func=loss)
+
+
+def criterion_after(rank: int, size: int, load_strategy: Any) -> tuple[list[str], bool]:
+    """Warnings of a loss with weights of its own, and whether their gradients are as before."""
+    criterion = nn.Linear(3, 3)
+    criterion.weight.grad = torch.ones(3, 3)
+    with messages() as logged:
+        accelerate(Net(), load_strategy, loss_func=lambda batch, output: loss_func(batch, criterion(output)))
+    assert criterion.bias.grad is None
+    return [text for text in logged if "are not the model's" in text], bool((criterion.weight.grad == 1).all())
+
+
+@pytest.mark.parametrize("load_strategy", [[], ["checkpoint"], [("micro_batch", {"size": 2})]], ids=str)
+def test_gradients_of_weights_of_the_loss_are_as_before(load_strategy: Any) -> None:
+    assert criterion_after(0, 1, load_strategy) == ([], True)
+
+
+def test_weights_of_the_loss_are_told_on_several_processes(pool: Pool) -> None:
+    for logged, is_as_before in pool.run(criterion_after, ["ddp"]):
+        assert is_as_before
+        assert all("the first is of shape (3, 3)" in text for text in logged)
+    assert pool.run(criterion_after, ["ddp"])[0][0]

@@ -13,7 +13,7 @@ from functools import wraps
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import Node, get_gradient_edge
 
@@ -140,6 +140,35 @@ def muted(parameters: Iterable[torch.Tensor], user_hooks: Collection[int] | None
     finally:
         for hooks, key, hook in muted_hooks:
             hooks[key] = hook
+
+
+class OtherGradients:
+    """Gradients of leaves that are not a model's, such as a criterion's weights, from before trial passes."""
+
+    def __init__(self) -> None:
+        self._before: dict[torch.Tensor, torch.Tensor | None] = {}
+
+    def note(self, loss: torch.Tensor, model: nn.Module) -> None:
+        """Note the leaves that backward of `loss` reaches, and their gradients, except the model's."""
+        own, seen, waiting = set(model.parameters()), set[Node](), [loss.grad_fn]
+        while waiting:
+            node = waiting.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            waiting += [following for following, _ in node.next_functions]
+            leaf = getattr(node, "variable", None)
+            if leaf is not None and leaf not in own and leaf not in self._before:
+                self._before[leaf] = None if leaf.grad is None else leaf.grad.clone()
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The noted leaves that are parameters."""
+        return [leaf for leaf in self._before if isinstance(leaf, nn.Parameter)]
+
+    def restore(self) -> None:
+        for leaf, gradient in self._before.items():
+            leaf.grad = gradient
 
 
 def is_captured(accumulator: Node) -> bool:
