@@ -25,6 +25,7 @@ from atorch.distributed.world import World
 from atorch.errors import ArgumentError
 from atorch.model.deferred_init import ValueSource, give_values
 from atorch.model.meta_device import give_memory, unfilled
+from atorch.model.state import OtherModules
 from atorch.model.user_functions import LossFunc
 from atorch.runtime.chunk.parameter import ChunkedParameter
 from atorch.runtime.data.loader import Loader, shares_out
@@ -134,6 +135,7 @@ class Context:
     initial: ValueSource | None = None  # of a model on the meta device; None if it has values, or gets none
     rank_weights: list[RankWeight] = field(default_factory=list)  # of what was built, by kind of batch
     seen: MutableMapping[str, Any] = field(default_factory=dict)  # observations of the model, shared by all candidates
+    other_modules: OtherModules = field(default_factory=OtherModules)  # that loss_func and prepare_input reach
     other_gradients: OtherGradients = field(default_factory=OtherGradients)  # to restore after trial passes
     already_warned: MutableSet[str] = field(default_factory=set)  # warnings already given, at most once a job
     learnt: Mapping[str, Any] = field(default_factory=dict)  # JSON data for the metadata of a saved strategy

@@ -29,6 +29,8 @@ from atorch.auto.context import Context, ParamGroups
 from atorch.cluster.spec import ClusterSpec
 from atorch.distributed.world import World
 from atorch.errors import ArgumentError, AtorchError, shown
+from atorch.model.reachability import modules_reached
+from atorch.model.state import OtherModules
 from atorch.model.user_functions import InputFormat, LossFunc, calling, scalar_loss
 from atorch.runtime.data.loader import make_loader, to_device
 from atorch.runtime.optimizer.user_optimizer import entries_of, in_group, is_group, need_own, small
@@ -126,6 +128,7 @@ class Job(Arguments):
             make_scheduler=None if scheduler is None else _scheduler(scheduler, self.lr_scheduler_args),
             loss_func=None if self.loss_func is None else scalar_loss(self.loss_func),
             prepare_input=self.prepare_input or to_device,
+            other_modules=OtherModules(modules_reached((self.loss_func, self.prepare_input), self.model)),
             call_model=calling(self.model_input_format),
         )
         self._rehearse(ctx)

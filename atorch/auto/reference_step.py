@@ -32,7 +32,13 @@ from atorch.distributed.local_collectives import local_collectives
 from atorch.distributed.rng import preserved_rng
 from atorch.errors import ContradictionError
 from atorch.model.pytree import same_values
-from atorch.model.state import Attributes, ParameterWrite, children_in_eval, evaluating, restored_state
+from atorch.model.state import (
+    Attributes,
+    ParameterWrite,
+    children_in_eval,
+    evaluating,
+    restored_state,
+)
 from atorch.model.user_functions import value_of
 from atorch.runtime.data.batches import joined, num_rows, take
 from atorch.runtime.gradients.backward import muted
@@ -287,7 +293,8 @@ def _run_plainly(
         return tensor.detach()  # an operation that saves its own output would hold itself forever
 
     mode = children_in_eval(model) if in_evaluation_mode else nullcontext()
-    with restored_state(model, ctx.device) as writes, mode, seeded(), torch.enable_grad(), muted(model.parameters()):
+    preserved, is_muted = ctx.other_modules.at_first(), muted(model.parameters())
+    with preserved, restored_state(model, ctx.device) as writes, mode, seeded(), torch.enable_grad(), is_muted:
         attributes = Attributes(model)
         before, buffers = drawn(ctx.device), [buffer.clone() for buffer in model.buffers()]
         with within():

@@ -47,13 +47,14 @@ def run(call: Request) -> tuple[bool, AccelerateResult | None, Strategy | None]:
     with speaking(options.verbose and worlds.init().rank == 0):
         ctx, requested = _prepare(call)
         try:
-            strategy, plan = _choose(ctx, requested, call, began)
-            logger.info("the strategy is %s", strategy)
-            if plan is None:
-                result, strategy = accelerate(ctx, strategy, options.verify)
-            else:
-                ctx = replace(ctx, plain_pass=plan.plain_pass)
-                result, strategy = adopt(ctx, strategy, plan, partial(accelerate, verify=options.verify))
+            with ctx.other_modules.at_first():
+                strategy, plan = _choose(ctx, requested, call, began)
+                logger.info("the strategy is %s", strategy)
+                if plan is None:
+                    result, strategy = accelerate(ctx, strategy, options.verify)
+                else:
+                    ctx = replace(ctx, plain_pass=plan.plain_pass)
+                    result, strategy = adopt(ctx, strategy, plan, partial(accelerate, verify=options.verify))
         except NoFeasiblePlanError as error:
             if ctx.world.rank == 0:
                 from atorch.report.text import show_rejections
@@ -84,7 +85,8 @@ def _warn_of_others(ctx: Context) -> None:
 def searched(call: Request) -> Plan:
     began, ctx = time.monotonic(), _context(call)
     try:
-        return _searched(ctx, None, call, began)
+        with ctx.other_modules.at_first():
+            return _searched(ctx, None, call, began)
     finally:
         ctx.other_gradients.restore()
 

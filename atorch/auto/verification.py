@@ -212,7 +212,7 @@ def _pass(
     """Run forward and backward; returns every process's pass, and a parameter whose write was lost."""
     model, began = result.model, time.monotonic()
     attributes = Attributes(model)
-    with _untouched(model, expected.changes), seeded():
+    with applied.other_modules.at_first(), _untouched(model, expected.changes), seeded():
         batch = result.prepare_input(_share(applied, expected), applied.device)
         output = applied.call_model(model, batch)
         loss = value_of(result.loss_func(batch, output))

@@ -29,6 +29,7 @@ _CARRIERS = (
     functools._lru_cache_wrapper,
 )
 _PASSING = frozenset({*_CARRIERS, *_CONTAINERS})
+_DEPTH, _FEW = 6, 100  # of references from a function to a module, and of items in a container on the way
 _ATOMS_OF_DEEPCOPY = (torch.Tensor, types.FunctionType, types.BuiltinMethodType, weakref.ref)
 
 
@@ -45,6 +46,41 @@ def has_own_deepcopy(x: Any) -> bool:
 def is_parametrized(x: Any) -> bool:
     """True for a class made by torch's parametrizations, whose `__deepcopy__` acts like the default."""
     return getattr(getattr(type(x), "__deepcopy__", None), "__module__", None) == "torch.nn.utils.parametrize"
+
+
+def modules_reached(functions: Iterable[Any], model: nn.Module) -> list[nn.Module]:
+    """Modules, other than the model's, that functions reach: by closures, defaults, attributes and named globals."""
+    own, found, seen = set(model.modules()), dict[nn.Module, None](), set[int]()
+    waiting = [(function, 0) for function in functions]
+    while waiting:
+        x, depth = waiting.pop()
+        if id(x) in seen or is_atomic(x) or depth > _DEPTH:
+            continue
+        seen.add(id(x))
+        if not isinstance(x, nn.Module):
+            waiting += [(reference, depth + 1) for reference in _used_by(x)]
+        elif x not in own and own.isdisjoint(x.modules()):
+            found[x] = None
+        elif x not in own:  # it holds the model, as a module of everything in a script
+            waiting += [(child, depth) for child in x.children()]
+    return list(found)
+
+
+def _used_by(x: Any) -> Iterable[Any]:
+    if type(x) is types.FunctionType:
+        codes, names = [x.__code__], set[str]()
+        while codes:
+            code = codes.pop()
+            names.update(code.co_names)
+            codes += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+        named = [x.__globals__[name] for name in names if name in x.__globals__]
+        return [*_references(x), *named]
+    if isinstance(x, (types.MethodType, types.CellType, functools.partial)):
+        return _references(x)
+    if isinstance(x, (list, tuple, dict, set)):
+        items = x.values() if isinstance(x, dict) else x
+        return list(items) if len(x) <= _FEW else ()
+    return list(vars(x).values()) if _has_attributes(x) and not type(x).__module__.startswith("torch.") else ()
 
 
 class Referenced:

@@ -148,21 +148,59 @@ def _containers_in(
 @contextmanager
 def preserved_state(model: nn.Module) -> Iterator[None]:
     """Restore buffers, attributes of modules and random states afterwards."""
-    attributes = Attributes(model)
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     devices = {tensor.device for tensor in (*model.parameters(), *model.buffers()) if tensor.device.type != "cpu"}
     kind = next(iter(devices)).type if devices else "cuda"
+    forked = torch.random.fork_rng([device.index for device in devices], device_type=kind)
+    values = ModuleState([model])
     try:
-        with torch.random.fork_rng([device.index for device in devices], device_type=kind):
+        with forked:
             yield
     finally:
-        attributes.restore()
+        values.restore()
+
+
+class ModuleState:
+    """Buffers and attributes of modules at a time."""
+
+    def __init__(self, models: Iterable[nn.Module]) -> None:
+        models = list(models)
+        self._attributes = list(map(Attributes, models))
+        self._buffers = [(buffer, buffer.clone()) for model in models for buffer in model.buffers()]
+
+    def restore(self) -> None:
+        for attributes in self._attributes:
+            attributes.restore()
         with torch.no_grad():
-            for buffer, before in buffers:
+            for buffer, before in self._buffers:
                 if buffer.shape != before.shape:  # the forward pass resized it
                     buffer.data = before
                 elif not same_values(buffer, before):  # a needless write would invalidate backward
                     buffer.copy_(before)
+
+
+class OtherModules:
+    """Modules that a job's functions reach. Trial passes find them as they are now, and leave them as they were.
+
+    earlier: those that were noted before; modules that are the same are as they were then.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module] = (), earlier: OtherModules | None = None) -> None:
+        self._modules = list(modules)
+        self._first: list[ModuleState] = [
+            ModuleState(self._modules),
+            *([] if earlier is None else earlier._first),
+        ]
+
+    @contextmanager
+    def at_first(self) -> Iterator[None]:
+        """Restore the first buffers and attributes inside, and those of before afterwards."""
+        before = ModuleState(self._modules)
+        for values in self._first:
+            values.restore()
+        try:
+            yield
+        finally:
+            before.restore()
 
 
 @dataclass(frozen=True)

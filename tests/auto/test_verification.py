@@ -522,3 +522,36 @@ def test_weights_of_the_loss_are_told_on_several_processes(pool: Pool) -> None:
         assert is_as_before
         assert all("the first is of shape (3, 3)" in text for text in logged)
     assert pool.run(criterion_after, ["ddp"])[0][0]
+
+
+class Centered(nn.Module):
+    """A loss that moves a buffer and counts its calls, as in self-distillation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("center", torch.zeros(3))
+        self.calls = 0
+
+    def forward(self, batch: Any, output: torch.Tensor) -> torch.Tensor:
+        loss = loss_func(batch, output - self.center)
+        self.calls += 1
+        with torch.no_grad():
+            self.center.lerp_(output.mean(0), 0.5)
+        return loss
+
+
+CENTERED = Centered()
+
+
+@pytest.mark.parametrize("load_strategy", [["checkpoint"], None], ids=str)
+def test_a_loss_with_a_state_is_checked_from_its_first_and_keeps_it(load_strategy: Any) -> None:
+    held = Centered()
+    more = {"time_limit": 2, "calibration": False} if load_strategy is None else {}
+    for criterion, function in (
+        (held, lambda batch, output: held(batch, output)),
+        (CENTERED, lambda batch, output: CENTERED(batch, output)),
+        (held, held),
+    ):
+        accelerate(Net(), load_strategy, loss_func=function, **more)
+        assert criterion.calls == 0
+        assert not criterion.center.any()

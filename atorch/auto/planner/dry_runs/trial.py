@@ -32,6 +32,8 @@ from atorch.model.copy_isolation import OwnMemory, emptied, separate
 from atorch.model.deferred_init import HeldValues, refuse_meta_attributes
 from atorch.model.meta_device import has_meta
 from atorch.model.pytree import local_part
+from atorch.model.reachability import modules_reached
+from atorch.model.state import OtherModules
 from atorch.profiler.memory_tracker import PeakMemory
 
 NUM_BATCHES = 8
@@ -84,7 +86,8 @@ def _on_copy(ctx: Context, convert: Callable[[torch.Tensor], torch.Tensor]) -> C
     duplicate: nn.Module
     duplicate, (call_model, loss_func, prepare_input) = copy_with(ctx.root, functions, convert)
     ctx = replace(ctx, call_model=call_model, loss_func=loss_func, prepare_input=prepare_input)
-    return replace(ctx, root=duplicate, parts=(duplicate,))
+    others = OtherModules(modules_reached((loss_func, prepare_input), duplicate), ctx.other_modules)
+    return replace(ctx, root=duplicate, parts=(duplicate,), other_modules=others)
 
 
 @dataclass
