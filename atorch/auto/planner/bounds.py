@@ -16,7 +16,7 @@ Only the methods in `COVERED` may remain below a node; above a level of any othe
 compare the results with brute force.
 
 Legal compositions below nodes with the same legal continuations are counted once. Such nodes can be recognized only for
-the methods in `COVERED`. Their refusals depend on a process's batch, the pipeline and kept gradients. Only
+the methods in `COVERED`. Their refusals depend on a process's batch, the pipeline, splits and kept gradients. Only
 `micro_batch` also checks for ample memory, and only without a pipeline.
 """
 
@@ -256,6 +256,7 @@ class _Counter:
         self._last = len(kinds) - 1 if kinds and kinds[-1] is MicroBatch else len(kinds)
         self._later = [frozenset(kind.slot for kind in kinds[at:]) for at in range(len(kinds) + 1)]
         self._asks_stages = Offload in kinds  # it offloads activations of whole blocks of a stage
+        self._asks_splits = CrossEntropy in kinds  # it needs all tokens and classes
 
     def below(self, node: SearchNode) -> int:
         """The number of complete compositions below a node, itself included."""
@@ -280,5 +281,5 @@ class _Counter:
             bool(cost.gathered_itemsize), cost.grads_persist, cost.budget_bytes, cost.fp8 is None,
             cost.stages == 1 and is_ample(cost),
             node.slots & self._later[node.depth], node.large - node.split, node.large.isdisjoint(REPLICA_AXES),
-            node.lacks,
+            node.lacks, self._asks_splits and max(cost.tensor, cost.sequence, cost.context) > 1,
         )  # fmt: skip

@@ -238,6 +238,15 @@ def listed_otherwise(space: Space, chance: random.Random) -> Space:
     return Space(tuple(levels), space.world_size, space.unmet)
 
 
+def test_a_loss_by_chunks_is_counted_only_where_nothing_is_split() -> None:
+    """A pipeline with tensor parallelism has other continuations than one without."""
+    shape = TransformerShape(layers=4, hidden=64, heads=4, kv_heads=2, ffn=128, vocab=32000, seq_len=2048, head_dim=64)
+    profile, spec = transformer_profile(shape, 1, Implementation(itemsize=4.0)), ClusterSpec.load("4xV100-16GB")
+    some = {"cross_entropy", "pipeline_parallel", "tensor_parallel"}
+    space, start = plannable(profile, spec, excluded=set(OPTIONAL) - some), plain_cost(profile, 1)
+    assert num_legal(space, start) == sum(1 for _ in space.leaves(space.root(start)))
+
+
 @settings(max_examples=12, suppress_health_check=list(HealthCheck), deadline=None)
 @given(jobs())
 def test_as_many_are_counted_as_there_are(job) -> None:
