@@ -32,13 +32,7 @@ from atorch.distributed.local_collectives import local_collectives
 from atorch.distributed.rng import preserved_rng
 from atorch.errors import ContradictionError
 from atorch.model.pytree import same_values
-from atorch.model.state import (
-    Attributes,
-    ParameterWrite,
-    children_in_eval,
-    evaluating,
-    restored_state,
-)
+from atorch.model.state import Attributes, ParameterWrite, children_in_eval, evaluating, restored_state
 from atorch.model.user_functions import value_of
 from atorch.runtime.data.batches import joined, num_rows, take
 from atorch.runtime.gradients.backward import muted

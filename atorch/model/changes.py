@@ -13,7 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from atorch.errors import ArgumentError
 
 
-class Additions:
+class AddedParameters:
     """Finds the parameters that a model was given since; costs a comparison of ids while nothing was replaced.
 
     replaces_parameters: False if the modules' own parameters change by themselves, as under FSDP2; then only those of
@@ -52,7 +52,7 @@ class Additions:
         return found
 
 
-class Conversions:
+class ConvertedParameters:
     """Detects parameters that were moved or cast; costs a comparison of storages while none was.
 
     Autograd then accumulates their gradients in new nodes, and DistributedDataParallel has hooks on the old ones.

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from atorch.distributed.rng import preserved_rng
@@ -165,7 +166,8 @@ class ModuleState:
     def __init__(self, models: Iterable[nn.Module]) -> None:
         models = list(models)
         self._attributes = list(map(Attributes, models))
-        self._buffers = [(buffer, buffer.clone()) for model in models for buffer in model.buffers()]
+        buffers = (buffer for model in models for buffer in model.buffers())
+        self._buffers = [(buffer, buffer.clone()) for buffer in buffers if not (buffer.is_meta or is_lazy(buffer))]
 
     def restore(self) -> None:
         for attributes in self._attributes:
@@ -186,10 +188,7 @@ class OtherModules:
 
     def __init__(self, modules: Iterable[nn.Module] = (), earlier: OtherModules | None = None) -> None:
         self._modules = list(modules)
-        self._first: list[ModuleState] = [
-            ModuleState(self._modules),
-            *([] if earlier is None else earlier._first),
-        ]
+        self._first: list[ModuleState] = [ModuleState(self._modules), *(earlier._first if earlier else ())]
 
     @contextmanager
     def at_first(self) -> Iterator[None]:

@@ -555,3 +555,10 @@ def test_a_loss_with_a_state_is_checked_from_its_first_and_keeps_it(load_strateg
         accelerate(Net(), load_strategy, loss_func=function, **more)
         assert criterion.calls == 0
         assert not criterion.center.any()
+
+
+@pytest.mark.parametrize("make", [lambda: nn.LazyBatchNorm1d(), lambda: nn.BatchNorm1d(3, device="meta")])
+def test_a_module_without_values_that_the_loss_could_use_is_left_alone(make: Callable[[], nn.Module]) -> None:
+    unused = make()
+    accelerate(Net(), [], loss_func=lambda batch, output: unused(output) if batch is None else loss_func(batch, output))
+    assert unused.training

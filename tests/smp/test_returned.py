@@ -1,4 +1,4 @@
-"""What a step returned is on every process of its pipeline, its tensors in few broadcasts."""
+"""Results of a step are on every process of its pipeline, and their tensors arrive in few broadcasts."""
 
 from typing import Any
 

@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 
 from atorch.errors import StrategyError
 from atorch.logs import logger
-from atorch.model.changes import Additions, Conversions
+from atorch.model.changes import AddedParameters, ConvertedParameters
 from atorch.model.pytree import dense_parts, is_dense
 from atorch.model.wrapper import Wrapper
 from atorch.runtime.data_parallel.buckets import average, broadcast
@@ -48,7 +48,7 @@ class Replicated(Wrapper):
     def __init__(self, replicas: DistributedDataParallel) -> None:
         super().__init__()
         self._replicas = (replicas,)  # in a tuple, or its parameters would be registered a second time
-        self._averaging, self._additions = _Averaging(replicas), Additions(replicas.module)
+        self._averaging, self._additions = _Averaging(replicas), AddedParameters(replicas.module)
         self.module: nn.Module = replicas.module
 
     @property
@@ -101,7 +101,7 @@ class _Averaging:
         self._known: list[torch.Tensor] = [param for param in replicas.module.parameters() if param.requires_grad]
         self._frozen: list[torch.Tensor] = [param for param in replicas.module.parameters() if not param.requires_grad]
         self._unfrozen: list[torch.Tensor] = []
-        self._conversions = Conversions(self._known)
+        self._conversions = ConvertedParameters(self._known)
         self._hook(self._known)
 
     def expect(self, output: Any = None) -> None:

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from atorch.errors import ArgumentError
-from atorch.model.changes import Additions
+from atorch.model.changes import AddedParameters
 from atorch.runtime.chunk.parameter import is_descriptive
 from atorch.runtime.data_parallel.collective_order import CollectiveEvent
 from atorch.runtime.fsdp.groups import drop_unsharded_gradient, groups_of, sharded_in
@@ -54,7 +54,7 @@ def make_plain_tensors(root: nn.Module, passes: FsdpPasses | None = None) -> Non
         for name in FACTORIES:
             setattr(parameter, name, partial(_made, name, parameter.dtype, parameter.device))
 
-    assigned, additions = _Assigned(root, sharded), Additions(root, replaces_parameters=False)
+    assigned, additions = _Assigned(root, sharded), AddedParameters(root, replaces_parameters=False)
 
     def enter(_: nn.Module, args: Any, kwargs: Any) -> Any:
         assigned.refuse()
