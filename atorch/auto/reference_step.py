@@ -287,7 +287,7 @@ def _run_plainly(
         return tensor.detach()  # an operation that saves its own output would hold itself forever
 
     mode = children_in_eval(model) if in_evaluation_mode else nullcontext()
-    preserved, is_muted = ctx.other_modules.at_first(), muted(model.parameters())
+    preserved, is_muted = ctx.other_modules.at_first_watched(), muted(model.parameters())
     with preserved, restored_state(model, ctx.device) as writes, mode, seeded(), torch.enable_grad(), is_muted:
         attributes = Attributes(model)
         before, buffers = drawn(ctx.device), [buffer.clone() for buffer in model.buffers()]
