@@ -308,6 +308,7 @@ class TestRMSNorm:
         ("gemma", "GemmaRMSNorm", Variant(1.0, False)),
         ("olmo2", "Olmo2RMSNorm", Variant(0.0, False)),
         ("cohere", "CohereLayerNorm", None),
+        ("mamba2", "MambaRMSNormGated", None),  # which is given a gate, too
         ("t5", "T5LayerNorm", None),  # follows the dtype of its weight, which no variant does
     ])  # fmt: skip
     def test_recognises_what_models_write(self, family: str, name: str, variant: Variant | None) -> None:

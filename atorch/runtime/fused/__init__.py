@@ -18,6 +18,7 @@ entropy computes the gradient in the forward pass, in the memory of the logits.
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Hashable, Iterator
 from typing import Any, NamedTuple
 
@@ -159,6 +160,8 @@ def _as_norm(module: nn.Module) -> tuple[nn.Parameter, float] | None:
     parameters = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
     weight = parameters.pop("weight", None)
     if weight is None or weight.dim() != 1 or parameters or module._modules or module._buffers:
+        return None
+    if len(inspect.signature(module.forward).parameters) != 1:  # such as a gate, which may be left out
         return None
     values = (vars(module).get(name) for name in _EPS_NAMES)
     eps = next((value for value in values if isinstance(value, (int, float))), None)
