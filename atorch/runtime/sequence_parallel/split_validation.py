@@ -1,33 +1,31 @@
-"""One evaluation of a model, and trials, on one rank, of its blocks with split tokens.
+"""Trials, on one rank, of a model's blocks with split tokens.
 
-An evaluation records the arguments of blocks, and the blocks that computed them. In a trial the whole block runs once,
-and its attention calls are recorded. Then it runs on a rank's tokens, and attention returns the rank's part of the
-recorded results. If its queries, keys, masks and results match the whole block's, everything else in it works token by
-token. Trials also find the dim of tokens of each argument.
+The whole block runs once, and its attention calls are recorded. Then it runs on a rank's tokens, and attention returns
+the rank's part of the recorded results. If its queries, keys, masks and results match the whole block's, everything
+else in it works token by token. Trials also find the dim of tokens of each argument.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice, product
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from atorch.distributed.rng import preserved_rng, random_state
-from atorch.model.state import evaluating, preserved_modes
-from atorch.runtime.sequence_parallel.attention import Attend, AttentionCall, watching
+from atorch.model.state import preserved_modes
+from atorch.runtime.sequence_parallel.attention import Attend, AttentionCall, Chain
 from atorch.runtime.sequence_parallel.token_partition import TokenPartition
-from atorch.runtime.tensor_parallel.derive.block_sandbox import ForwardCall, by_place, map_by_place
-from atorch.runtime.tensor_parallel.derive.split_validation import CLOSE, MISFITS, EvaluateModel
+from atorch.runtime.tensor_parallel.derive.block_sandbox import ForwardCall, by_place, changed, copied
+from atorch.runtime.tensor_parallel.derive.split_validation import MISFITS, has_values, same
 
-HIDDEN = -1e4  # additive masks are below this where attention is masked
+T = TypeVar("T")
 MOST = 64  # maximum ways to cut the arguments that are tried
 
 
@@ -42,52 +40,48 @@ class BlockStream:
     """True if it draws random numbers in training."""
 
 
-class AttentionTrace:
-    """Calls of the attention of a whole block, and their results."""
+@dataclass
+class Whole:
+    """A run of a block on all tokens."""
 
-    def __init__(self) -> None:
-        self.calls: list[tuple[AttentionCall, Tensor]] = []
-
-    def __call__(self, call: AttentionCall, attend: Attend) -> Tensor:
-        result = attend(call)
-        self.calls.append((call, result.clone()))
-        return result
+    call: ForwardCall
+    masks: set[str]
+    """Places of the arguments that attention takes as masks."""
+    attention: list[tuple[AttentionCall, Tensor]]
+    """Calls of attention and their results."""
+    outputs: dict[str, Tensor]
+    inner: list[tuple[str, list[Tensor]]]
+    """The outputs of its modules, in order."""
 
     @property
     def lengths(self) -> set[int]:
         """Numbers of tokens of queries and keys."""
-        return {tensor.shape[-2] for call, _ in self.calls for tensor in (call.query, call.key)}
-
-
-@dataclass
-class Whole:
-    call: ForwardCall
-    masks: set[str]
-    """Places of the arguments that attention takes as masks."""
-    attention: AttentionTrace
-    outputs: dict[str, Tensor]
-    inner: list[tuple[str, list[Tensor]]]
-    """The outputs of its modules, in order."""
-    draws: bool
+        return {tensor.shape[-2] for call, _ in self.attention for tensor in (call.query, call.key)}
 
 
 @torch.no_grad()
 def run_whole(block: nn.Module, call: ForwardCall) -> Whole:
     """Run the block on all tokens. It is in eval mode before and after."""
-    attention = AttentionTrace()
-    args, kwargs = copied((call.args, call.kwargs))  # the block may fill caches among them
-    with watching(block, attention), _noting(block) as inner:
+    attention: list[tuple[AttentionCall, Tensor]] = []
+
+    def record(call: AttentionCall, attend: Attend) -> Tensor:
+        result = attend(call)
+        attention.append((call, result.clone()))
+        return result
+
+    args, kwargs = copied(tuple(call))  # the block may fill caches among them
+    with Chain(record), _noting(block) as inner:
         outputs = by_place(block(*args, **kwargs))
-    storages = {_storage(recorded.attn_mask) for recorded, _ in attention.calls if recorded.attn_mask is not None}
+    storages = {_storage(recorded.attn_mask) for recorded, _ in attention if recorded.attn_mask is not None}
     arguments = by_place((args, kwargs))
     masks = {place for place, tensor in arguments.items() if _storage(tensor) in storages}
-    return Whole(call, masks, attention, outputs, inner, uses_random_numbers(block, call))
+    return Whole(call, masks, attention, outputs, inner)
 
 
 @torch.no_grad()
 def uses_random_numbers(block: nn.Module, call: ForwardCall) -> bool:
     """True if the block draws random numbers in training."""
-    args, kwargs = copied((call.args, call.kwargs))
+    args, kwargs = copied(tuple(call))
     device = next(iter(by_place((args, kwargs)).values())).device
     with preserved_rng(), preserved_modes(block):
         before = random_state(device)
@@ -101,21 +95,32 @@ def find_stream(block: nn.Module, whole: Whole, lengths: set[int], share: TokenP
     lengths: the numbers of tokens of all blocks' attention.
     """
     options: dict[str, list[int | None]] = {}
-    for place, tensor in by_place((whole.call.args, whole.call.kwargs)).items():
+    for place, tensor in by_place(tuple(whole.call)).items():
         dims: list[int | None] = [dim for dim in usual(tensor.dim()) if tensor.shape[dim] in lengths]
         if dims:
             options[place] = [None, *dims] if place in whole.masks else [*dims, None]
-    choices = sorted(islice(product(*(range(len(option)) for option in options.values())), 64 * MOST), key=sum)
-    first_reason: str | None = None
-    for indices in islice(choices, MOST):
-        cut = {place: options[place][index] for place, index in zip(options, indices, strict=True)}
-        dims_cut = {place: dim for place, dim in cut.items() if dim is not None}
+
+    def attempt(*dims: int | None) -> BlockStream | str:
+        cut = {place: dim for place, dim in zip(options, dims, strict=True) if dim is not None}
         # The last rank's tokens: a block that counts positions itself would compute the first rank's correctly.
-        result = try_part(block, whole, dims_cut, share, share.size - 1)
+        return try_part(block, whole, cut, share, share.size - 1)
+
+    return first_accepted(list(options.values()), attempt) or "it has no argument that goes along the tokens"
+
+
+def first_accepted(options: Sequence[Sequence[Any]], attempt: Callable[..., T | str]) -> T | str | None:
+    """The first result that is no reason, of attempts with one of each of `options`, the earlier ones first.
+
+    Else the first reason; None without attempts.
+    """
+    indices = islice(product(*(range(len(option)) for option in options)), 64 * MOST)
+    first_reason: T | str | None = None
+    for choice in sorted(indices, key=sum)[:MOST]:
+        result = attempt(*(option[index] for option, index in zip(options, choice, strict=True)))
         if not isinstance(result, str):
             return result
         first_reason = first_reason or result
-    return first_reason or "it has no argument that goes along the tokens"
+    return first_reason
 
 
 def usual(num_dims: int) -> list[int]:
@@ -130,11 +135,11 @@ def try_part(
     """The block's token split on the tokens of `rank`, or the reason why it computes something else."""
     if not arguments:
         return "it has no argument that goes along the tokens"
-    args, kwargs = changed(copied((whole.call.args, whole.call.kwargs)), partial(share.part, rank=rank), arguments)
-    replay = _Played(whole.attention, share, rank)
+    args, kwargs = changed(copied(tuple(whole.call)), partial(share.part, rank=rank), arguments)
+    replay = _Played(whole, share, rank)
     inner: list[tuple[str, list[Tensor]]] = []
     try:
-        with watching(block, replay), _noting(block) as inner:
+        with Chain(replay), _noting(block) as inner:
             outputs = by_place(block(*args, **kwargs))
     except MISFITS as error:
         return f"{_where(whole, inner, share, rank)} raises {type(error).__name__}: {error}"
@@ -147,14 +152,14 @@ def try_part(
             return f"{_where(whole, inner, share, rank)} computes something else on a part of the tokens"
         if dim is not None:
             dims[place] = dim
-    return BlockStream(dict(arguments), dims, whole.draws)
+    return BlockStream(dict(arguments), dims, uses_random_numbers(block, whole.call))
 
 
 class _Played:
     """Attention that checks its arguments, and returns its part of the results for all tokens."""
 
-    def __init__(self, whole: AttentionTrace, share: TokenPartition, rank: int) -> None:
-        self._calls = iter(whole.calls)
+    def __init__(self, whole: Whole, share: TokenPartition, rank: int) -> None:
+        self._calls = iter(whole.attention)
         self._share, self._rank = share, rank
         self.reason: str | None = None
 
@@ -178,32 +183,10 @@ class _Played:
         self.reason = self.reason or reason
 
 
-def same(got: Tensor, expected: Tensor) -> bool:
-    """True if two tensors agree up to rounding; without values, if their shapes and dtypes agree."""
-    if got.shape != expected.shape or got.dtype != expected.dtype:
-        return False
-    if not (has_values(got) and has_values(expected)):
-        return True
-    if not expected.is_floating_point():
-        return torch.equal(got, expected)
-    close = max(CLOSE, 8 * torch.finfo(expected.dtype).eps)
-    return bool((got - expected).norm() <= close * expected.norm() + 1e-6)
-
-
 def _same_mask(got: Tensor | None, expected: Tensor | None) -> bool:
     if got is None or expected is None:
         return got is expected
-    if not expected.is_floating_point() or got.shape != expected.shape or not has_values(expected):
-        return same(got, expected)
-    hidden, expected_hidden = got < HIDDEN, expected < HIDDEN
-    return same(hidden, expected_hidden) and same(got.masked_fill(hidden, 0), expected.masked_fill(hidden, 0))
-
-
-def has_values(tensor: Tensor) -> bool:
-    """True if a tensor has values: it is neither on meta nor fake."""
-    from torch._subclasses.fake_tensor import FakeTensor
-
-    return not (tensor.is_meta or isinstance(tensor, FakeTensor))
+    return got.shape == expected.shape and (not has_values(expected) or torch.equal(got, expected))
 
 
 def cut_along(got: Tensor | None, whole: Tensor, share: TokenPartition, rank: int) -> int | None | str:
@@ -255,67 +238,3 @@ def _noting(block: nn.Module) -> Iterator[list[tuple[str, list[Tensor]]]]:
 
 def _storage(tensor: Tensor) -> Any:
     return StorageWeakRef(tensor.untyped_storage())
-
-
-@dataclass
-class BlockCalls:
-    path: str
-    kind: Any
-    """Equal for blocks that can be analysed as one."""
-    origins: dict[str, tuple[str, str]]
-    """By place of an argument that an earlier block returned: its path, and the place in its output."""
-    num_calls: int = 1
-    outputs: dict[str, Tensor] = field(default_factory=dict)
-
-
-@dataclass
-class Evaluation:
-    """The blocks in order of their first calls, one call of each kind, and the model's output."""
-
-    blocks: dict[str, BlockCalls]
-    calls: dict[Any, ForwardCall]
-    output: Any
-
-
-def evaluate(model: nn.Module, blocks: Mapping[str, nn.Module], run: EvaluateModel) -> Evaluation:
-    """Run the model once, in eval mode and without gradients."""
-    seen: dict[str, BlockCalls] = {}
-    calls: dict[Any, ForwardCall] = {}
-    outputs: dict[int, tuple[Tensor, tuple[str, str]]] = {}  # by id; kept alive so that ids stay unique
-
-    def before(path: str, block: nn.Module, args: Any, kwargs: Any) -> None:
-        if path in seen:
-            seen[path].num_calls += 1
-            return
-        tensors = by_place((args, kwargs))
-        origins = {place: outputs[id(tensor)][1] for place, tensor in tensors.items() if id(tensor) in outputs}
-        kind = _kind(block, tensors, origins)
-        if kind not in calls:
-            calls[kind] = ForwardCall(*copied((args, kwargs)))  # blocks may fill caches among them
-        seen[path] = BlockCalls(path, kind, origins)
-
-    def after(path: str, block: nn.Module, args: Any, output: Any) -> None:
-        seen[path].outputs = by_place(output)
-        outputs.update({id(tensor): (tensor, (path, place)) for place, tensor in seen[path].outputs.items()})
-
-    with ExitStack() as hooks, evaluating(model):
-        for path, block in blocks.items():
-            hooks.enter_context(block.register_forward_pre_hook(partial(before, path), with_kwargs=True))
-            hooks.enter_context(block.register_forward_hook(partial(after, path)))
-        return Evaluation(seen, calls, run(model))
-
-
-def copied(data: Any) -> Any:
-    """A deep copy of `data`; tensors in its containers become detached clones."""
-    return copy.deepcopy(data, {id(tensor): tensor.detach().clone() for tensor in by_place(data).values()})
-
-
-def changed(data: Any, change: Callable[[Tensor, int], Tensor], dims: Mapping[str, int]) -> Any:
-    """`data` with `change(tensor, dim)` at the places of `dims`."""
-    return map_by_place(lambda place, tensor: change(tensor, dims[place]) if place in dims else tensor, data)
-
-
-def _kind(block: nn.Module, tensors: Mapping[str, Tensor], origins: Mapping[str, Any]) -> Any:
-    parameters = tuple((name, tuple(p.shape)) for name, p in block.named_parameters(remove_duplicate=False))
-    arguments = tuple((place, tuple(tensor.shape), place in origins) for place, tensor in tensors.items())
-    return type(block), parameters, arguments

@@ -26,8 +26,15 @@ from atorch.model.structure import parameter_names
 from atorch.runtime.tensor_parallel.apply import ShardingContext, split_block
 from atorch.runtime.tensor_parallel.derive import derive
 from atorch.runtime.tensor_parallel.derive.attention_heads import make_splittable, with_attributes
-from atorch.runtime.tensor_parallel.derive.block_sandbox import ForwardCall, MatmulUse, SeeProducts, fresh, sandboxed
-from atorch.runtime.tensor_parallel.derive.split_validation import EvaluateModel, Ranks, Watched, why_refused
+from atorch.runtime.tensor_parallel.derive.block_sandbox import (
+    EvaluateModel,
+    ForwardCall,
+    MatmulUse,
+    SeeProducts,
+    fresh,
+    sandboxed,
+)
+from atorch.runtime.tensor_parallel.derive.split_validation import Ranks, Watched, why_refused
 from atorch.runtime.tensor_parallel.layout import BlockLayout, Rows, SplitRegion, Unsplit
 from atorch.runtime.tensor_parallel.layout_selection import settled
 from atorch.runtime.tensor_parallel.model_layout import (
@@ -101,7 +108,7 @@ def tensor_parallel(
     else:
         call_on_all_ranks("tensor_parallel", lambda: described_call(model, plan=plan, **options), check, group=group)
     make_splittable(model)
-    ranks = Ranks.of(mesh)
+    ranks = Ranks(mesh.size(), mesh)
     watched = all_or_none(lambda: Watched(model, run), group)
     sums = ranks.gather(watched.sums)
     if any(other != sums[0] for other in sums):
@@ -135,7 +142,7 @@ def derive_layout(
     make_splittable(model)
     watched = Watched(model, run)
     with Originals(model):
-        return _derive(model, watched, Ranks.alone(degree), plan, parameter_bytes)
+        return _derive(model, watched, Ranks(degree), plan, parameter_bytes)
 
 
 def apply_layout(

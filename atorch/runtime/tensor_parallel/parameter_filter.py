@@ -6,8 +6,9 @@ are summed. Both need that no other module uses the parameter, which one recorde
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Set
-from contextlib import ExitStack, contextmanager
+from collections import Counter
+from collections.abc import Iterable, Set
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -17,8 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from atorch.model.state import evaluating, preserved_state
 from atorch.model.structure import parameter_names
-from atorch.runtime.tensor_parallel.derive.block_sandbox import MatmulUse
-from atorch.runtime.tensor_parallel.derive.split_validation import EvaluateModel
+from atorch.runtime.tensor_parallel.derive.block_sandbox import EvaluateModel, MatmulUse
 from atorch.runtime.tensor_parallel.layout import BlockLayout, Rows, Unsplit
 from atorch.runtime.tensor_parallel.model_layout import Alike, ModelLayout, full_name
 from atorch.runtime.tensor_parallel.vocabulary import Vocabulary, holders_of
@@ -40,11 +40,16 @@ def derive_alone(model: nn.Module, run: EvaluateModel, among: Set[str], cut: Ite
     splits = Vocabulary({}, {}, {})
     if not selected:
         return splits
-    uses = _Uses({key: frozenset(holders.values()) for key, holders in selected.items()})
-    with preserved_state(model), evaluating(model), uses.watching(), uses:
+    uses, calls = _Uses(), Counter[nn.Module]()
+    with ExitStack() as hooks, preserved_state(model), evaluating(model), uses:
+        for module in {module for holders in selected.values() for module in holders.values()}:
+            hooks.enter_context(module.register_forward_hook(lambda module, *_: calls.update([module])))
         run(model)
     for key, holders in selected.items():
-        reason, others = uses.why_whole(key), sorted(holders.keys() - among)
+        modules, others = set(holders.values()), sorted(holders.keys() - among)
+        reason = None if all(calls[module] for module in modules) else "the batch did not reach it"
+        if uses.counts[key] > sum(calls[module] for module in modules):  # each call is one use
+            reason = "it is used outside of the modules that hold it"
         if others:
             reason = f"it is tied to {', '.join(others)}, which is not to be split"
         rows = Rows.even(0, model.get_parameter(next(iter(holders))).shape[0], degree)
@@ -61,43 +66,17 @@ def _is_known(name: str, module: nn.Module) -> bool:
 
 
 class _Uses(TorchFunctionMode):
-    """Records parameters that are used while no module that holds them computes, and modules that are called."""
+    """Counts the functions that take each parameter and return a tensor, by id."""
 
-    def __init__(self, holders: Mapping[int, Set[nn.Module]]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._holders = holders  # by the parameter's id
-        self._computing: list[nn.Module] = []
-        self._called: set[nn.Module] = set()
-        self._elsewhere: set[int] = set()
-
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Record inside when the holders compute."""
-        with ExitStack() as stack:
-            for module in {module for held in self._holders.values() for module in held}:
-                stack.enter_context(module.register_forward_pre_hook(self._enter))
-                stack.enter_context(module.register_forward_hook(self._leave))
-            yield
-
-    def _enter(self, module: nn.Module, args: Any) -> None:
-        self._computing.append(module)
-        self._called.add(module)
-
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._computing.pop()
+        self.counts: Counter[int] = Counter()
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        used = set(map(id, tree_leaves((args, kwargs)))) & self._holders.keys()
-        if used and any(isinstance(leaf, Tensor) for leaf in tree_leaves(result)):  # not a size or a dtype
-            self._elsewhere |= {key for key in used if self._holders[key].isdisjoint(self._computing)}
+        if any(isinstance(leaf, Tensor) for leaf in tree_leaves(result)):  # not a size or a dtype
+            self.counts.update({id(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, nn.Parameter)})
         return result
-
-    def why_whole(self, parameter: int) -> str | None:
-        """The reason why a parameter, by its id, cannot be split by itself, or None."""
-        if parameter in self._elsewhere:
-            return "it is used outside of the modules that hold it"
-        return None if self._holders[parameter] <= self._called else "the batch did not reach it"
 
 
 def has_pair(block: nn.Module, path: str, only: Set[str]) -> bool:

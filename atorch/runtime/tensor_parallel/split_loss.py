@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -148,7 +147,8 @@ class _Targets(NamedTuple):
         return self.weight.to(dtype)[self.classes].masked_fill(~self.kept, 0.0)
 
 
-def cross_entropy(
+def loss(
+    func: Callable[..., Tensor],
     split: SplitTensor,
     target: Tensor,
     weight: Tensor | None = None,
@@ -158,68 +158,32 @@ def cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
-    """`torch.nn.functional.cross_entropy` with class indices as targets."""
-
-    def of_columns(targets: _Targets) -> Tensor:
-        total, picked, *sums = _rows(split, targets.classes, label_smoothing > 0.0, weight)
-        losses = (total - picked) * targets.shares(total.dtype)
-        if sums:
-            classes = split._layout.total
-            all_weights = float(classes) if weight is None else weight.sum()
-            smooth = (all_weights * total - sums[0]) * (label_smoothing / classes)
-            losses = (1.0 - label_smoothing) * losses + smooth
-        return losses
-
-    func = partial(F.cross_entropy, label_smoothing=label_smoothing)
-    is_legacy = not (size_average is None and reduce is None)
-    return NotImplemented if is_legacy else _loss(split, target, weight, ignore_index, reduction, of_columns, func)
-
-
-def nll_loss(
-    split: SplitTensor,
-    target: Tensor,
-    weight: Tensor | None = None,
-    size_average: bool | None = None,
-    ignore_index: int = -100,
-    reduce: bool | None = None,
-    reduction: str = "mean",
-) -> Any:
-    """`torch.nn.functional.nll_loss`, of log-probabilities."""
-
-    def of_columns(targets: _Targets) -> Tensor:
-        picked: Tensor = gather(split, split._axis, targets.classes.unsqueeze(split._axis)).squeeze(split._axis)
-        return -picked * targets.shares(picked.dtype)
-
-    is_legacy = not (size_average is None and reduce is None)
-    return (
-        NotImplemented if is_legacy else _loss(split, target, weight, ignore_index, reduction, of_columns, F.nll_loss)
-    )
-
-
-def _loss(
-    split: SplitTensor,
-    target: Tensor,
-    weight: Tensor | None,
-    ignore_index: int,
-    reduction: str,
-    of_columns: Callable[[_Targets], Tensor],
-    func: Callable[..., Tensor],
-) -> Any:
-    """A loss of all rows, from `of_columns`, or from `func` on each rank's rows with their targets."""
+    """`F.cross_entropy` or `F.nll_loss` with class indices as targets; each rank computes its rows, or its columns."""
     classes, axis = min(split.dim() - 1, 1), split._axis
     by_columns = _has_columns(split, classes)
-    if not are_classes_of(split, classes, target, weight) or (axis == classes and not by_columns):
+    is_legacy = not (size_average is None and reduce is None)
+    if is_legacy or not are_classes_of(split, classes, target, weight) or (axis == classes and not by_columns):
         return NotImplemented
     kept = target != ignore_index
     targets = _Targets(target.masked_fill(~kept, 0), kept, weight)
-    if by_columns:
-        losses = of_columns(targets)
-    else:
+    if not by_columns:
         check_targets(targets.classes, split.shape[classes])
         target_axis = axis - (axis > classes)
         own_target = split._layout.take(target, target_axis)
-        part = func(to_part(split), own_target, weight, ignore_index=ignore_index, reduction="none")
+        options = {"label_smoothing": label_smoothing} if func is F.cross_entropy else {}
+        part = func(to_part(split), own_target, weight, ignore_index=ignore_index, reduction="none", **options)
         losses = whole_of(split.like(part, target_axis))
+    elif func is F.nll_loss:
+        picked: Tensor = gather(split, axis, targets.classes.unsqueeze(axis)).squeeze(axis)
+        losses = -picked * targets.shares(picked.dtype)
+    else:
+        total, picked, *sums = _rows(split, targets.classes, label_smoothing > 0.0, weight)
+        losses = (total - picked) * targets.shares(total.dtype)
+        if sums:
+            num_classes = split._layout.total
+            all_weights = float(num_classes) if weight is None else weight.sum()
+            smooth = (all_weights * total - sums[0]) * (label_smoothing / num_classes)
+            losses = (1.0 - label_smoothing) * losses + smooth
     return _reduced(losses.masked_fill(~kept, 0.0), targets, reduction, _loss_dtype(split))  # also those not finite
 
 

@@ -11,7 +11,7 @@ product with a weight. A row of a weight is then a column of its result.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -72,21 +72,18 @@ class _Row:
     size: int = 0
     head_size: int = 0
     """The number of neighbours in z that belong together; 0 if z cannot be cut."""
-    results: dict[str, Masks] = field(default_factory=dict)
-    others: dict[str, Masks] = field(default_factory=dict)
-    inputs: dict[str, Masks] = field(default_factory=dict)
+    met: dict[str, Masks] = field(default_factory=dict)
+    """The rows of products' weights, by name, and the elements of other parameters and of arguments, by place."""
     is_dead: bool = False
     """True if z depends on other products' results, but no draw has shown that of its first element."""
 
-    @property
-    def is_partly_met(self) -> bool:
-        """True if no part of z meets some element of a parameter that no product uses."""
-        return not all(bool(torch.stack(parts).any(0).all()) for parts in self.others.values())
+    def is_partly_met(self, name: str) -> bool:
+        """True if no part of z meets some element, though it meets others."""
+        return name in self.met and not bool(torch.stack(self.met[name]).any(0).all())
 
     @property
     def num_met(self) -> int:
-        met = (self.results, self.others, self.inputs)
-        return sum(int(mask.sum()) for masks in met for parts in masks.values() for mask in parts)
+        return sum(int(mask.sum()) for parts in self.met.values() for mask in parts)
 
     @property
     def heads(self) -> int:
@@ -112,8 +109,6 @@ class _Pass:
         (args, kwargs), self.inputs = fresh(call)
         with SeeProducts(self.parameters, self._cut):
             block(*args, **kwargs)
-        weights = {product.weight for product in self.products}
-        self.others = {name: p for name, p in self.parameters.items() if name not in weights}
 
     def _cut(self, product: MatmulUse, compute: Callable[[], Tensor]) -> Tensor:
         with torch.no_grad():
@@ -122,8 +117,10 @@ class _Pass:
         self.results.append(result.requires_grad_())
         return result.clone()  # models may change results in place, and a leaf must not be
 
-    def reached(self, weight: str, start: int, stop: int) -> list[Tensor | None]:
-        """The gradients of [start, stop) of the weight's inputs at all results, other parameters and inputs."""
+    def reached(self, weight: str, start: int, stop: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """The nonzero gradients of [start, stop) of the weight's inputs: rows of weights, by name, with those of all
+        their results; elements of other parameters and of arguments, by place.
+        """
         outputs, grads = [], []
         for product in self.products:
             z = product.input
@@ -133,27 +130,28 @@ class _Pass:
                 part.copy_(torch.rand(part.shape, generator=torch.Generator().manual_seed(start)) + 0.5)
                 outputs.append(z)
                 grads.append(grad)
-        leaves = [*self.results, *self.others.values(), *self.inputs.values()]
-        if not outputs:
-            return [None] * len(leaves)
-        return list(torch.autograd.grad(outputs, leaves, grads, retain_graph=True, allow_unused=True))
-
-    def by_weight(self, grads: Sequence[Tensor | None]) -> dict[str, Tensor]:
-        """The rows of each weight at which its results have gradients."""
         rows: dict[str, Tensor] = {}
-        for product, grad in zip(self.products, grads, strict=False):
+        if not outputs:
+            return rows, {}
+        weights = {product.weight for product in self.products}
+        rest = {name: p for name, p in self.parameters.items() if name not in weights} | self.inputs
+        leaves = [*self.results, *rest.values()]
+        reached = torch.autograd.grad(outputs, leaves, grads, retain_graph=True, allow_unused=True)
+        for product, grad in zip(self.products, reached, strict=False):
             if grad is not None:
                 size = self.parameters[product.weight].shape[product.out_dim]
                 used = (grad != 0).flatten(0, -2).any(0).cpu()
                 mask = rows.setdefault(product.weight, torch.zeros(size, dtype=torch.bool))
                 mask[product.start : product.start + len(used)] |= used
-        return {weight: mask for weight, mask in rows.items() if mask.any()}
+        others = zip(rest, reached[len(self.results) :], strict=True)
+        elements = {name: (grad != 0).cpu() for name, grad in others if grad is not None}
+        return _nonzero(rows), _nonzero(elements)
 
 
 def _add_evidence(pass_: _Pass, weight: str, degree: int, row: _Row) -> None:
     product = next(use for use in pass_.products if use.weight == weight)
     row.size = product.input.shape[-1]
-    met = pass_.by_weight(pass_.reached(weight, 0, row.size))
+    met, _ = pass_.reached(weight, 0, row.size)
     if weight in met:
         return  # z depends on its own result: loops are not split
     size = _head_size(pass_, weight, row.size)
@@ -163,12 +161,9 @@ def _add_evidence(pass_: _Pass, weight: str, degree: int, row: _Row) -> None:
         return
     step = row.size // degree
     for rank in range(degree):
-        grads = pass_.reached(weight, step * rank, step * (rank + 1))
-        results, rest = grads[: len(pass_.results)], grads[len(pass_.results) :]
-        others, inputs = rest[: len(pass_.others)], rest[len(pass_.others) :]
-        _mark(row.results, pass_.by_weight(results), rank, degree)
-        _mark(row.others, _nonzero(pass_.others, others), rank, degree)
-        _mark(row.inputs, _nonzero(pass_.inputs, inputs), rank, degree)
+        rows, elements = pass_.reached(weight, step * rank, step * (rank + 1))
+        for name, mask in {**rows, **elements}.items():
+            row.met.setdefault(name, [torch.zeros_like(mask) for _ in range(degree)])[rank] |= mask
 
 
 def _head_size(pass_: _Pass, weight: str, size: int) -> int | None:
@@ -181,7 +176,7 @@ def _head_size(pass_: _Pass, weight: str, size: int) -> int | None:
     """
 
     def meets(index: int) -> set[tuple[str, int]]:
-        rows = pass_.by_weight(pass_.reached(weight, index, index + 1))
+        rows, _ = pass_.reached(weight, index, index + 1)
         return {(name, row) for name, mask in rows.items() for row in mask.nonzero().flatten().tolist()}
 
     first = meets(0)
@@ -196,14 +191,7 @@ def _head_size(pass_: _Pass, weight: str, size: int) -> int | None:
     return next((divisor for divisor in divisors if len(first & meets(divisor)) < shared), 0)
 
 
-def _mark(masks: dict[str, Masks], new: Mapping[str, Tensor], rank: int, degree: int) -> None:
-    for name, mask in new.items():
-        parts = masks.setdefault(name, [torch.zeros_like(mask) for _ in range(degree)])
-        parts[rank] |= mask
-
-
-def _nonzero(tensors: Mapping[str, Tensor], grads: Iterable[Tensor | None]) -> dict[str, Tensor]:
-    masks = {name: (grad != 0).cpu() for name, grad in zip(tensors, grads, strict=True) if grad is not None}
+def _nonzero(masks: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: mask for name, mask in masks.items() if mask.any()}
 
 
@@ -214,7 +202,8 @@ def _groups(
     parameters = dict(block.named_parameters())
     groups: list[SplitRegion] = []
     kept: list[Unsplit] = []
-    is_uneven = any(row.is_dead or row.is_partly_met for row in row_by_weight.values())
+    others = parameters.keys() - products.keys()
+    is_uneven = any(row.is_dead or any(map(row.is_partly_met, others)) for row in row_by_weight.values())
     for weight, row in row_by_weight.items():
         reason = row.unfit(degree)
         if reason is None:
@@ -240,8 +229,8 @@ def _group(
     columns: dict[str, Rows] = {}
     tied: dict[str, Rows] = {}
     inside: list[str] = []
-    for name in (column for column in products if column in row.results):
-        rows = _rows(row.results[name], products[name].out_dim)
+    for name in (column for column in products if column in row.met):
+        rows = _rows(row.met[name], products[name].out_dim)
         if rows is None:
             return f"the parts of its input meet {name} unevenly"
         columns[name] = rows
@@ -253,13 +242,14 @@ def _group(
     unmet = [name for name, rows in columns.items() if rows.num_met < parameters[name].shape[rows.dim]]
     if unmet:
         return f"the parts of its input meet some rows of {', '.join(unmet)}, and not all"
-    for name, masks in row.others.items():
-        split = _split(masks)
-        if split is None:
-            inside.append(name)
-        else:
-            tied[name] = split
-    inputs: dict[str, Rows | None] = {name: _split(masks) for name, masks in row.inputs.items()}
+    splits = {name: _split(masks) for name, masks in row.met.items() if name not in products}
+    inputs = {name: split for name, split in splits.items() if name not in parameters}
+    for name, split in splits.items():
+        if name in parameters:
+            if split is None:
+                inside.append(name)
+            else:
+                tied[name] = split
     if any(rows is not None and not rows.is_in_order for rows in inputs.values()):
         return "it meets an argument of the block in a pattern that depends on the batch"
     product = products[weight]

@@ -1,4 +1,4 @@
-"""A copy of a block with random weights, to analyse how its results depend on its parameters, and its products.
+"""Recorded calls of blocks, copies of blocks to analyse with random weights, and their products.
 
 The copy computes in fp32 and without dropout. Weights are drawn, not copied. A new model has zeros that hide
 dependences, and a trained one has units that are dead on a short sample.
@@ -11,8 +11,9 @@ dim of the parameter that is summed over, and the dim that stays.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -21,9 +22,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import keystr as _keystr
-from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_map_only, tree_map_with_path, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_map_with_path
 
 from atorch.model.copy import duplicate
+from atorch.model.state import evaluating
 
 T = TypeVar("T")
 PERIOD = 1_000_003
@@ -37,25 +39,61 @@ class ForwardCall(NamedTuple):
     kwargs: dict[str, Any]
 
 
-def record_calls(
-    model: nn.Module, blocks: Mapping[str, nn.Module], run: Callable[[nn.Module], Any]
-) -> dict[str, ForwardCall]:
-    """The first call of each of `blocks` during `run(model)`; blocks that are not called are left out."""
-    calls: dict[str, ForwardCall] = {}
+EvaluateModel = Callable[[nn.Module], Any]
+"""Calls the model on a batch and returns its output."""
 
-    def keep(name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if name not in calls:
-            # Blocks fill caches among them later. Tensors with a graph, which some models make, cannot be copied.
-            plain = tree_map_only(Tensor, lambda x: x if x.is_leaf else x.detach(), ForwardCall(args, kwargs))
-            calls[name] = copy.deepcopy(plain)
 
-    with ExitStack() as hooks:
-        # A run may call the model again, with more of the batch; the last call counts.
-        hooks.enter_context(model.register_forward_pre_hook(lambda *_: calls.clear()))
-        for name, block in blocks.items():
-            hooks.enter_context(block.register_forward_pre_hook(partial(keep, name), with_kwargs=True))
-        run(model)
-    return calls
+@dataclass
+class BlockCalls:
+    kind: Any
+    """Equal for blocks that can be analysed as one."""
+    origins: dict[str, tuple[str, str]]
+    """By place of an argument that an earlier block returned: its path, and the place in its output."""
+    num_calls: int = 1
+    outputs: dict[str, Tensor] = field(default_factory=dict)
+
+
+class Evaluation:
+    """A run of a model in eval mode without gradients: blocks by path, in order of first calls, and the output."""
+
+    def __init__(self, model: nn.Module, blocks: Mapping[str, nn.Module], run: EvaluateModel) -> None:
+        self.blocks: dict[str, BlockCalls] = {}
+        self.calls: dict[Any, ForwardCall] = {}
+        """The first call of each kind."""
+        self._returned: dict[int, tuple[Tensor, tuple[str, str]]] = {}  # by id; kept alive so that ids stay unique
+        with ExitStack() as hooks, evaluating(model):
+            # A run may call the model again, with more of the batch; the last call counts.
+            hooks.enter_context(model.register_forward_pre_hook(lambda *_: self._clear()))
+            for path, block in blocks.items():
+                hooks.enter_context(block.register_forward_pre_hook(partial(self._before, path), with_kwargs=True))
+                hooks.enter_context(block.register_forward_hook(partial(self._after, path)))
+            self.output = run(model)
+
+    def _clear(self) -> None:
+        for recorded in (self.blocks, self.calls, self._returned):
+            recorded.clear()
+
+    def _before(self, path: str, block: nn.Module, args: Any, kwargs: Any) -> None:
+        if path in self.blocks:
+            self.blocks[path].num_calls += 1
+            return
+        tensors = by_place((args, kwargs))
+        origins = {place: self._returned[id(x)][1] for place, x in tensors.items() if id(x) in self._returned}
+        arguments = tuple((place, tuple(tensor.shape), place in origins) for place, tensor in tensors.items())
+        parameters = tuple((name, tuple(p.shape)) for name, p in block.named_parameters(remove_duplicate=False))
+        kind = type(block), parameters, arguments
+        if kind not in self.calls:
+            self.calls[kind] = ForwardCall(*copied((args, kwargs)))  # blocks may fill caches among them
+        self.blocks[path] = BlockCalls(kind, origins)
+
+    def _after(self, path: str, block: nn.Module, args: Any, output: Any) -> None:
+        self.blocks[path].outputs = by_place(output)
+        self._returned.update({id(x): (x, (path, place)) for place, x in self.blocks[path].outputs.items()})
+
+    @property
+    def examples(self) -> dict[Any, str]:
+        """The path of the first block of each kind."""
+        return {calls.kind: path for path, calls in reversed(self.blocks.items())}
 
 
 def sandboxed(block: nn.Module) -> nn.Module:
@@ -83,22 +121,34 @@ def draw_weights(block: nn.Module, seed: int) -> None:
                 part.copy_(drawn[: len(part)])
 
 
-def fresh(call: ForwardCall) -> tuple[ForwardCall, dict[str, Tensor]]:
-    """The arguments as new tensors in fp32, and by place the leaves that collect gradients for them."""
-    args, kwargs = copy.deepcopy(call)
-    leaves, spec = tree_flatten_with_path((args, kwargs))
+def copied(data: Any) -> Any:
+    """A deep copy of `data`; tensors in its containers become detached clones."""
+    return copy.deepcopy(data, {id(tensor): tensor.detach().clone() for tensor in by_place(data).values()})
+
+
+def fresh(
+    call: ForwardCall, dtype: torch.dtype | None = torch.float32, asked: Set[str] | None = None
+) -> tuple[ForwardCall, dict[str, Tensor]]:
+    """The arguments as new tensors, and by place the leaves that collect gradients for them.
+
+    Args:
+        dtype: of floating-point arguments; None: their own.
+        asked: places of the arguments that need gradients; None: all of floating point.
+    """
     leaf_of: dict[int, Tensor] = {}
     clone_of: dict[int, Tensor] = {}
     leaf_at: dict[str, Tensor] = {}
-    values = []
-    for path, leaf in leaves:
-        if isinstance(leaf, Tensor) and leaf.is_floating_point():
-            if id(leaf) not in leaf_of:
-                leaf_of[id(leaf)] = leaf.detach().float().clone().requires_grad_()
-                clone_of[id(leaf)] = leaf_of[id(leaf)].clone()  # blocks may change it in place, and a leaf must not be
-            leaf_at[_keystr(path)], leaf = leaf_of[id(leaf)], clone_of[id(leaf)]
-        values.append(leaf)
-    return ForwardCall(*tree_unflatten(values, spec)), leaf_at
+
+    def renewed(place: str, tensor: Tensor) -> Tensor:
+        if not (tensor.is_floating_point() and (asked is None or place in asked)):
+            return tensor
+        if id(tensor) not in leaf_of:
+            leaf_of[id(tensor)] = tensor.to(dtype or tensor.dtype).requires_grad_()
+            clone_of[id(tensor)] = leaf_of[id(tensor)].clone()  # blocks may change it in place, and a leaf must not be
+        leaf_at[place] = leaf_of[id(tensor)]
+        return clone_of[id(tensor)]
+
+    return ForwardCall(*map_by_place(renewed, copied(tuple(call)))), leaf_at
 
 
 def by_place(data: Any) -> dict[str, Tensor]:
@@ -110,6 +160,11 @@ def map_by_place(change: Callable[[str, Tensor], Any], data: T) -> T:
     """`data` with `change(place, tensor)` in place of each tensor."""
     mapped: T = tree_map_with_path(lambda path, x: change(_keystr(path), x) if isinstance(x, Tensor) else x, data)
     return mapped
+
+
+def changed(data: T, change: Callable[[Tensor, int], Tensor], dims: Mapping[str, int]) -> T:
+    """`data` with `change(tensor, dim)` at the places of `dims`."""
+    return map_by_place(lambda place, tensor: change(tensor, dims[place]) if place in dims else tensor, data)
 
 
 def tensors_of(output: Any) -> list[Tensor]:
