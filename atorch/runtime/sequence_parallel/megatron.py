@@ -11,8 +11,7 @@ backward. A block is accepted if it computes the same values and gradients as be
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Set
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
@@ -37,6 +36,7 @@ from atorch.runtime.tensor_parallel.derive.block_sandbox import (
     ForwardCall,
     by_place,
     changed,
+    copied,
 )
 from atorch.runtime.tensor_parallel.derive.split_validation import WholePass, dim_of_part
 from atorch.runtime.tensor_parallel.layout import BlockLayout, SplitRegion, common_path
@@ -136,18 +136,21 @@ def _first_split(
 ) -> tuple[BlockStream, list[GatherScatter]]:
     """The first token split with which a block computes the same on all ranks."""
     shapes = _like_outputs(call, outputs)
-    whole = _Whole(block, layout, call, set(shapes))
+    whole, draws = WholePass(block, call, None, set(shapes)), uses_random_numbers(block, call)
+    options: list[list[Any]] = [list(_streams(shapes, share)), *(list(_holders_of(group)) for group in layout.groups)]
+    holding = {path: block.get_submodule(path) for paths in options[1:] for path in paths}
+    args, kwargs = copied(tuple(call))
+    inner = Evaluation(block, holding, lambda block: block(*args, **kwargs)).blocks
 
     def attempt(cut: dict[str, int], *holders: str) -> tuple[BlockStream, list[GatherScatter]] | str:
         exchanges = list(map(GatherScatter, holders))
         clone = duplicate(block, {id(parameter): parameter for parameter in block.parameters()})
         for group, exchange in zip(layout.groups, exchanges, strict=True):
-            _learn(clone, group, exchange, whole.shapes.get(exchange.at, {}), share)
+            _learn(clone, group, exchange, inner[exchange.at].shapes if exchange.at in inner else {}, share)
         _share_gradients(clone, layout, Inside(), share)
         dims = whole.compared(clone, share.group, share.part, scatter=share.scatter, cut=cut)
-        return dims if isinstance(dims, str) else (BlockStream(cut, dims, whole.draws), exchanges)
+        return dims if isinstance(dims, str) else (BlockStream(cut, dims, draws), exchanges)
 
-    options: list[list[Any]] = [list(_streams(shapes, share)), *(list(_holders_of(group)) for group in layout.groups)]
     split = first_accepted(options, attempt)
     if split is None or isinstance(split, str):
         raise _refusal(path, block, split or _UNEVEN.format(share.size), share)
@@ -169,21 +172,6 @@ def _holders_of(group: SplitRegion) -> Iterator[str]:
     common = common_path(group.columns)
     for end in range(len(common), 0, -1):
         yield ".".join(common[:end])
-
-
-class _Whole(WholePass):
-    """One pass of a block on all tokens, with the shapes of inner arguments."""
-
-    def __init__(self, block: nn.Module, layout: BlockLayout, call: ForwardCall, asked: Set[str]) -> None:
-        self.draws, self.shapes = uses_random_numbers(block, call), dict[str, ParameterShapes]()
-        with ExitStack() as hooks:
-            for path in {path for group in layout.groups for path in _holders_of(group)}:
-                module, note = block.get_submodule(path), partial(self._note, path)
-                hooks.enter_context(module.register_forward_pre_hook(note, with_kwargs=True, prepend=True))
-            super().__init__(block, call, None, asked)
-
-    def _note(self, path: str, _: nn.Module, args: Any, kwargs: Any) -> None:
-        self.shapes[path] = {place: tensor.shape for place, tensor in by_place((args, kwargs)).items()}
 
 
 def _like_outputs(call: ForwardCall, outputs: Mapping[str, Tensor]) -> dict[str, torch.Size]:

@@ -23,7 +23,7 @@ from atorch.model.state import preserved_modes
 from atorch.runtime.sequence_parallel.attention import Attend, AttentionCall, Chain
 from atorch.runtime.sequence_parallel.token_partition import TokenPartition
 from atorch.runtime.tensor_parallel.derive.block_sandbox import ForwardCall, by_place, changed, copied
-from atorch.runtime.tensor_parallel.derive.split_validation import MISFITS, has_values, same
+from atorch.runtime.tensor_parallel.derive.split_validation import MISFITS, dim_of_part, has_values, same
 
 T = TypeVar("T")
 MOST = 64  # maximum ways to cut the arguments that are tried
@@ -147,9 +147,9 @@ def try_part(
         return f"{replay.reason} ({_where(whole, inner, share, rank)} differs first)"
     dims: dict[str, int] = {}
     for place, expected in whole.outputs.items():
-        dim = cut_along(outputs.get(place), expected, share, rank)
-        if isinstance(dim, str):
+        if place not in outputs or not _is_own(outputs[place], expected, share, rank):
             return f"{_where(whole, inner, share, rank)} computes something else on a part of the tokens"
+        dim = dim_of_part(outputs[place].shape, expected.shape, share.size)
         if dim is not None:
             dims[place] = dim
     return BlockStream(dict(arguments), dims, uses_random_numbers(block, whole.call))
@@ -189,36 +189,25 @@ def _same_mask(got: Tensor | None, expected: Tensor | None) -> bool:
     return got.shape == expected.shape and (not has_values(expected) or torch.equal(got, expected))
 
 
-def cut_along(got: Tensor | None, whole: Tensor, share: TokenPartition, rank: int) -> int | None | str:
-    """The dim along which `got` is the rank's part; None if it is the whole; a reason if it is neither."""
-    if got is None:
-        return "there is no such output"
-    if got.shape == whole.shape:
-        return None if same(got, whole) else "it is another"
-    for dim in range(min(got.dim(), whole.dim())):
-        is_part = got.shape[dim] * share.size == whole.shape[dim] and whole.shape[dim] % share.pieces == 0
-        if is_part and same(got, share.part(whole, dim, rank)):
-            return dim
-    return "it is no part of the whole"
+def _is_own(got: Tensor, whole: Tensor, share: TokenPartition, rank: int) -> bool:
+    """True if `got` is the rank's part of the whole along some dim, or all of it."""
+    dim = dim_of_part(got.shape, whole.shape, share.size)
+    if dim is None:
+        return same(got, whole)
+    return whole.shape[dim] % share.pieces == 0 and same(got, share.part(whole, dim, rank))
 
 
 def _where(whole: Whole, inner: list[tuple[str, list[Tensor]]], share: TokenPartition, rank: int) -> str:
     """The path of the first inner module whose outputs are no part of those for all tokens."""
+
+    def is_part(got: Tensor, expected: Tensor) -> bool:  # the first dim may be batch and tokens in one
+        return dim_of_part(got.shape, expected.shape, share.size) == 0 or _is_own(got, expected, share, rank)
+
     for index, (path, expected) in enumerate(whole.inner):
-        if index >= len(inner) or inner[index][0] != path:
-            return path
-        got = inner[index][1]
-        pairs = zip(got, expected, strict=False)
-        if len(got) != len(expected) or any(isinstance(_part_of(*pair, share, rank), str) for pair in pairs):
+        got = inner[index][1] if index < len(inner) and inner[index][0] == path else None
+        if got is None or len(got) != len(expected) or not all(map(is_part, got, expected)):
             return path
     return "its own forward"
-
-
-def _part_of(got: Tensor, whole: Tensor, share: TokenPartition, rank: int) -> int | None | str:
-    """`cut_along`, but accept a batch and tokens in one dim."""
-    dim = cut_along(got, whole, share, rank)
-    is_flat = got.dim() > 0 and got.shape[0] * share.size == whole.shape[0] and got.shape[1:] == whole.shape[1:]
-    return None if isinstance(dim, str) and is_flat else dim
 
 
 @contextmanager

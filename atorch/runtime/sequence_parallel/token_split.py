@@ -287,12 +287,14 @@ def _way(module: nn.Module, call: ForwardCall, dims: Set[int], share: TokenParti
         run = partial(module, *arguments[0], **arguments[1])
         return made_alone(run, by_place(arguments).values())[1] if is_fake else None
 
-    for dim in usual(tensor.dim()) if not whole.attention else ():
+    if whole.attention or whole.outputs.keys() != {""}:  # one tensor, computed without attention
+        return None
+    for dim in usual(tensor.dim()):
         if tensor.shape[dim] % share.pieces or tensor.shape[dim] < share.pieces:
             continue
         cut = {place: dim}
         stream = try_part(module, whole, cut, share, share.rank)
-        if isinstance(stream, str) or stream.outputs.keys() != {""} or stream.outputs[""] not in dims:
+        if isinstance(stream, str) or stream.outputs.get("") not in dims:
             continue
         if made(tuple(call)) == made(changed(tuple(call), share.part, cut)):
             return stream

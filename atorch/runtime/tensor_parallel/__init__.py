@@ -116,7 +116,7 @@ def tensor_parallel(
             f"the ranks of the tensor axis compute other outputs (sums {sums}); give all of them the same weights "
             "and the same batch before the model is split"
         )
-    with Originals(model):  # trials work on copies of blocks
+    with Originals(model), preserved_rng():  # trials work on copies of blocks
         layout = _derive(model, watched, ranks, plan, parameter_bytes, only)
     if only is not None:
         layout = with_those_alone(layout, model, run, only)
@@ -141,7 +141,7 @@ def derive_layout(
     check_names(model, plan or {})
     make_splittable(model)
     watched = Watched(model, run)
-    with Originals(model):
+    with Originals(model), preserved_rng():
         return _derive(model, watched, Ranks(degree), plan, parameter_bytes)
 
 
@@ -224,8 +224,7 @@ def _candidates(
         layout = BlockLayout((), (Unsplit("", "the batch did not reach it"),))
         if paths[0] in watched.calls:
             first, is_named = paths[0], plan is not None or only is not None
-            with preserved_rng():
-                layout = _derive_block(watched.blocks[first], first, watched.calls[first], degree, plan, is_named)
+            layout = _derive_block(watched.blocks[first], first, watched.calls[first], degree, plan, is_named)
         layouts.update({path: layout if only is None else groups_among(layout, path, only) for path in allowed})
     return layouts
 
@@ -267,11 +266,10 @@ def _trial(
     key = kind.paths[0], frozenset(group.row for group in groups)
     if groups and key not in tried:
         block, call = watched.example(kind.paths[0])
-        with preserved_rng():
-            clone = sandboxed(block)
-            layout = with_draws(clone, BlockLayout(groups), call)
-            layout = with_attributes(clone, layout, call, ranks)
-            tried[key] = layout if ranks.mesh is None else _accepted(clone, layout, call, ranks.mesh)
+        clone = sandboxed(block)
+        layout = with_draws(clone, BlockLayout(groups), call)
+        layout = with_attributes(clone, layout, call, ranks)
+        tried[key] = layout if ranks.mesh is None else _accepted(clone, layout, call, ranks.mesh)
     return tried[key] if groups else BlockLayout(())
 
 

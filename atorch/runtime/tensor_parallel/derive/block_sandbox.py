@@ -47,6 +47,8 @@ EvaluateModel = Callable[[nn.Module], Any]
 class BlockCalls:
     kind: Any
     """Equal for blocks that can be analysed as one."""
+    shapes: dict[str, torch.Size]
+    """Of the first call's arguments, by place."""
     origins: dict[str, tuple[str, str]]
     """By place of an argument that an earlier block returned: its path, and the place in its output."""
     num_calls: int = 1
@@ -79,12 +81,12 @@ class Evaluation:
             return
         tensors = by_place((args, kwargs))
         origins = {place: self._returned[id(x)][1] for place, x in tensors.items() if id(x) in self._returned}
-        arguments = tuple((place, tuple(tensor.shape), place in origins) for place, tensor in tensors.items())
+        shapes = {place: tensor.shape for place, tensor in tensors.items()}
         parameters = tuple((name, tuple(p.shape)) for name, p in block.named_parameters(remove_duplicate=False))
-        kind = type(block), parameters, arguments
+        kind = type(block), parameters, tuple(shapes.items()), tuple(origins)
         if kind not in self.calls:
             self.calls[kind] = ForwardCall(*copied((args, kwargs)))  # blocks may fill caches among them
-        self.blocks[path] = BlockCalls(kind, origins)
+        self.blocks[path] = BlockCalls(kind, shapes, origins)
 
     def _after(self, path: str, block: nn.Module, args: Any, output: Any) -> None:
         self.blocks[path].outputs = by_place(output)
