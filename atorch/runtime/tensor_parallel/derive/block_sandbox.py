@@ -11,6 +11,7 @@ dim of the parameter that is summed over, and the dim that stays.
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Mapping, Set
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -188,25 +189,18 @@ class MatmulUse(NamedTuple):
     input: Tensor
 
 
-class Lookup(NamedTuple):
-    """One lookup of rows of a parameter by integers."""
-
-    table: str
-    num_rows: int
-
-
 OnProduct = Callable[[MatmulUse, Callable[[], Tensor]], Tensor]
 
 
 class SeeProducts(TorchFunctionMode):
     """A mode in which `on_product(product, compute)` returns the result of each product with one of `parameters`.
 
-    `lookups` lists the lookups.
+    `looked_up` counts the rows of parameters that were looked up by integers.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], on_product: OnProduct) -> None:
         super().__init__()
-        self.lookups: list[Lookup] = []
+        self.looked_up: Counter[str] = Counter()
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         self._parameters = parameters
         self._on_product = on_product
@@ -217,7 +211,7 @@ class SeeProducts(TorchFunctionMode):
             rows = args[0] if args else kwargs["input"]
             table = self._name(args[1] if len(args) > 1 else kwargs["weight"])
             if table is not None:
-                self.lookups.append(Lookup(table, rows.numel()))
+                self.looked_up[table] += rows.numel()
         product = self._product(func, args, kwargs)
         if product is None:
             return func(*args, **kwargs)

@@ -295,10 +295,7 @@ class Watched:
             evaluation = Evaluation(model, self.blocks, run)
         self.calls = {path: evaluation.calls[block.kind] for path, block in evaluation.blocks.items()}
         self.output = [tensor.clone() for tensor in tensors_of(evaluation.output)]
-        self.tables: dict[str, int] = {}
-        """Rows that were looked up, by table."""
-        for lookup in mode.lookups:
-            self.tables[lookup.table] = self.tables.get(lookup.table, 0) + lookup.num_rows
+        self.tables = mode.looked_up
 
     def example(self, path: str) -> tuple[nn.Module, ForwardCall]:
         """The block that represents all of the same kind as the one at `path`, and its call."""
