@@ -131,7 +131,7 @@ def _first_split(
     block: nn.Module,
     layout: BlockLayout,
     call: ForwardCall,
-    outputs: Mapping[str, Tensor],
+    outputs: ParameterShapes,
     share: TokenPartition,
 ) -> tuple[BlockStream, list[GatherScatter]]:
     """The first token split with which a block computes the same on all ranks."""
@@ -174,9 +174,9 @@ def _holders_of(group: SplitRegion) -> Iterator[str]:
         yield ".".join(common[:end])
 
 
-def _like_outputs(call: ForwardCall, outputs: Mapping[str, Tensor]) -> dict[str, torch.Size]:
+def _like_outputs(call: ForwardCall, outputs: ParameterShapes) -> dict[str, torch.Size]:
     """Shapes of arguments with an output's shape, which the stream through the block has."""
-    output_shapes = {tensor.shape for tensor in outputs.values() if tensor.is_floating_point() and tensor.dim() > 1}
+    output_shapes = {shape for shape in outputs.values() if len(shape) > 1}
     arguments = by_place(tuple(call)).items()
     return {place: x.shape for place, x in arguments if x.is_floating_point() and x.shape in output_shapes}
 

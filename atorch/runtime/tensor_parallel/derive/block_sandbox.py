@@ -24,6 +24,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import keystr as _keystr
 from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_map_with_path
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from atorch.model.copy import duplicate
 from atorch.model.state import evaluating
@@ -53,7 +54,8 @@ class BlockCalls:
     origins: dict[str, tuple[str, str]]
     """By place of an argument that an earlier block returned: its path, and the place in its output."""
     num_calls: int = 1
-    outputs: dict[str, Tensor] = field(default_factory=dict)
+    outputs: dict[str, torch.Size] = field(default_factory=dict)
+    """Shapes of floating-point outputs, by place."""
 
 
 class Evaluation:
@@ -63,7 +65,7 @@ class Evaluation:
         self.blocks: dict[str, BlockCalls] = {}
         self.calls: dict[Any, ForwardCall] = {}
         """The first call of each kind."""
-        self._returned: dict[int, tuple[Tensor, tuple[str, str]]] = {}  # by id; kept alive so that ids stay unique
+        self._returned: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # (path, place) by tensor
         with ExitStack() as hooks, evaluating(model):
             # A run may call the model again, with more of the batch; the last call counts.
             hooks.enter_context(model.register_forward_pre_hook(lambda *_: self._clear()))
@@ -81,7 +83,7 @@ class Evaluation:
             self.blocks[path].num_calls += 1
             return
         tensors = by_place((args, kwargs))
-        origins = {place: self._returned[id(x)][1] for place, x in tensors.items() if id(x) in self._returned}
+        origins = {place: self._returned[tensor] for place, tensor in tensors.items() if tensor in self._returned}
         shapes = {place: tensor.shape for place, tensor in tensors.items()}
         parameters = tuple((name, tuple(p.shape)) for name, p in block.named_parameters(remove_duplicate=False))
         kind = type(block), parameters, tuple(shapes.items()), tuple(origins)
@@ -90,8 +92,10 @@ class Evaluation:
         self.blocks[path] = BlockCalls(kind, shapes, origins)
 
     def _after(self, path: str, block: nn.Module, args: Any, output: Any) -> None:
-        self.blocks[path].outputs = by_place(output)
-        self._returned.update({id(x): (x, (path, place)) for place, x in self.blocks[path].outputs.items()})
+        outputs = by_place(output)
+        self.blocks[path].outputs = {place: x.shape for place, x in outputs.items() if x.is_floating_point()}
+        for place, tensor in outputs.items():
+            self._returned[tensor] = path, place
 
     @property
     def examples(self) -> dict[Any, str]:
