@@ -40,42 +40,79 @@ class BlockStream:
     """True if it draws random numbers in training."""
 
 
-@dataclass
-class Whole:
-    """A run of a block on all tokens."""
+class TokenReplay:
+    """One pass of a block in eval mode on all tokens, against which the tokens of single ranks are tried."""
 
-    call: ForwardCall
-    masks: set[str]
-    """Places of the arguments that attention takes as masks."""
-    attention: list[tuple[AttentionCall, Tensor]]
-    """Calls of attention and their results."""
-    outputs: dict[str, Tensor]
-    inner: list[tuple[str, list[Tensor]]]
-    """The outputs of its modules, in order."""
+    @torch.no_grad()
+    def __init__(self, block: nn.Module, call: ForwardCall) -> None:
+        self.call, self._block = call, block
+        self.attention: list[tuple[AttentionCall, Tensor]] = []
+        """Calls of attention and their results."""
+        args, kwargs = copied(tuple(call))  # the block may fill caches among them
+        with Chain(self._record), _noting(block) as inner:
+            self.outputs = by_place(block(*args, **kwargs))
+        self._inner = inner  # outputs of its modules, in order
+        storages = {_storage(call.attn_mask) for call, _ in self.attention if call.attn_mask is not None}
+        arguments = by_place((args, kwargs))
+        self.masks = {place for place, tensor in arguments.items() if _storage(tensor) in storages}
+        """Places of the arguments that attention takes as masks."""
+
+    def _record(self, call: AttentionCall, attend: Attend) -> Tensor:
+        result = attend(call)
+        self.attention.append((call, result.clone()))
+        return result
 
     @property
     def lengths(self) -> set[int]:
         """Numbers of tokens of queries and keys."""
         return {tensor.shape[-2] for call, _ in self.attention for tensor in (call.query, call.key)}
 
+    @torch.no_grad()
+    def stream(self, cut: Mapping[str, int], share: TokenPartition, rank: int) -> BlockStream | str:
+        """The block's token split on the tokens of `rank`, or the reason why it computes something else.
 
-@torch.no_grad()
-def run_whole(block: nn.Module, call: ForwardCall) -> Whole:
-    """Run the block on all tokens. It is in eval mode before and after."""
-    attention: list[tuple[AttentionCall, Tensor]] = []
+        cut: the dims of tokens of the arguments that are cut, by place.
+        """
+        if not cut:
+            return "it has no argument that goes along the tokens"
+        recorded, reasons = iter(self.attention), list[str]()
 
-    def record(call: AttentionCall, attend: Attend) -> Tensor:
-        result = attend(call)
-        attention.append((call, result.clone()))
-        return result
+        def attend(call: AttentionCall, _: Attend) -> Tensor:
+            expected, result = next(recorded, (None, None))
+            if expected is None or result is None:
+                raise ValueError("attention is called more often than with all tokens")
+            reasons.extend(_differences(call, expected, share, rank))
+            return share.part(result, -2, rank)
 
-    args, kwargs = copied(tuple(call))  # the block may fill caches among them
-    with Chain(record), _noting(block) as inner:
-        outputs = by_place(block(*args, **kwargs))
-    storages = {_storage(recorded.attn_mask) for recorded, _ in attention if recorded.attn_mask is not None}
-    arguments = by_place((args, kwargs))
-    masks = {place for place, tensor in arguments.items() if _storage(tensor) in storages}
-    return Whole(call, masks, attention, outputs, inner)
+        args, kwargs = changed(copied(tuple(self.call)), partial(share.part, rank=rank), cut)
+        inner: list[tuple[str, list[Tensor]]] = []
+        try:
+            with Chain(attend), _noting(self._block) as inner:
+                outputs = by_place(self._block(*args, **kwargs))
+        except MISFITS as error:
+            return f"{self._where(inner, share, rank)} raises {type(error).__name__}: {error}"
+        if reasons:
+            return f"{reasons[0]} ({self._where(inner, share, rank)} differs first)"
+        dims: dict[str, int] = {}
+        for place, expected in self.outputs.items():
+            if place not in outputs or not _is_own(outputs[place], expected, share, rank):
+                return f"{self._where(inner, share, rank)} computes something else on a part of the tokens"
+            dim = dim_of_part(outputs[place].shape, expected.shape, share.size)
+            if dim is not None:
+                dims[place] = dim
+        return BlockStream(dict(cut), dims, uses_random_numbers(self._block, self.call))
+
+    def _where(self, inner: list[tuple[str, list[Tensor]]], share: TokenPartition, rank: int) -> str:
+        """The path of the first inner module whose outputs are no part of those for all tokens."""
+
+        def is_part(got: Tensor, expected: Tensor) -> bool:  # the first dim may be batch and tokens in one
+            return dim_of_part(got.shape, expected.shape, share.size) == 0 or _is_own(got, expected, share, rank)
+
+        for index, (path, expected) in enumerate(self._inner):
+            got = inner[index][1] if index < len(inner) and inner[index][0] == path else None
+            if got is None or len(got) != len(expected) or not all(map(is_part, got, expected)):
+                return path
+        return "its own forward"
 
 
 @torch.no_grad()
@@ -89,21 +126,21 @@ def uses_random_numbers(block: nn.Module, call: ForwardCall) -> bool:
         return not torch.equal(before, random_state(device))
 
 
-def find_stream(block: nn.Module, whole: Whole, lengths: set[int], share: TokenPartition) -> BlockStream | str:
+def find_stream(replay: TokenReplay, lengths: set[int], share: TokenPartition) -> BlockStream | str:
     """The block's token split, or the reason why it computes something else on a part of the tokens.
 
     lengths: the numbers of tokens of all blocks' attention.
     """
     options: dict[str, list[int | None]] = {}
-    for place, tensor in by_place(tuple(whole.call)).items():
+    for place, tensor in by_place(tuple(replay.call)).items():
         dims: list[int | None] = [dim for dim in usual(tensor.dim()) if tensor.shape[dim] in lengths]
         if dims:
-            options[place] = [None, *dims] if place in whole.masks else [*dims, None]
+            options[place] = [None, *dims] if place in replay.masks else [*dims, None]
 
     def attempt(*dims: int | None) -> BlockStream | str:
         cut = {place: dim for place, dim in zip(options, dims, strict=True) if dim is not None}
         # The last rank's tokens: a block that counts positions itself would compute the first rank's correctly.
-        return try_part(block, whole, cut, share, share.size - 1)
+        return replay.stream(cut, share, share.size - 1)
 
     return first_accepted(list(options.values()), attempt) or "it has no argument that goes along the tokens"
 
@@ -128,65 +165,22 @@ def usual(num_dims: int) -> list[int]:
     return sorted(range(num_dims), key=lambda dim: (dim != num_dims - 2, dim == num_dims - 1, dim))
 
 
-@torch.no_grad()
-def try_part(
-    block: nn.Module, whole: Whole, arguments: Mapping[str, int], share: TokenPartition, rank: int
-) -> BlockStream | str:
-    """The block's token split on the tokens of `rank`, or the reason why it computes something else."""
-    if not arguments:
-        return "it has no argument that goes along the tokens"
-    args, kwargs = changed(copied(tuple(whole.call)), partial(share.part, rank=rank), arguments)
-    replay = _Played(whole, share, rank)
-    inner: list[tuple[str, list[Tensor]]] = []
-    try:
-        with Chain(replay), _noting(block) as inner:
-            outputs = by_place(block(*args, **kwargs))
-    except MISFITS as error:
-        return f"{_where(whole, inner, share, rank)} raises {type(error).__name__}: {error}"
-    if replay.reason is not None:
-        return f"{replay.reason} ({_where(whole, inner, share, rank)} differs first)"
-    dims: dict[str, int] = {}
-    for place, expected in whole.outputs.items():
-        if place not in outputs or not _is_own(outputs[place], expected, share, rank):
-            return f"{_where(whole, inner, share, rank)} computes something else on a part of the tokens"
-        dim = dim_of_part(outputs[place].shape, expected.shape, share.size)
-        if dim is not None:
-            dims[place] = dim
-    return BlockStream(dict(arguments), dims, uses_random_numbers(block, whole.call))
-
-
-class _Played:
-    """Attention that checks its arguments, and returns its part of the results for all tokens."""
-
-    def __init__(self, whole: Whole, share: TokenPartition, rank: int) -> None:
-        self._calls = iter(whole.attention)
-        self._share, self._rank = share, rank
-        self.reason: str | None = None
-
-    def __call__(self, call: AttentionCall, attend: Attend) -> Tensor:
-        expected, result = next(self._calls, (None, None))
-        if expected is None or result is None:
-            raise ValueError("attention is called more often than with all tokens")
-        for name in ("query", "key", "value"):
-            if not same(getattr(call, name), self._share.part(getattr(expected, name), -2, self._rank)):
-                self._refuse(f"the {name} of its attention is not that of the part's tokens")
-        if call.is_causal != expected.is_causal:
-            self._refuse("its attention is causal only with all tokens")
-        if not _same_mask(call.attn_mask, expected.attn_mask):
-            self._refuse(
-                "it makes the mask, or the bias of relative positions, of its attention itself, from the tokens that "
-                "it is given"
-            )
-        return self._share.part(result, -2, self._rank)
-
-    def _refuse(self, reason: str) -> None:
-        self.reason = self.reason or reason
-
-
-def _same_mask(got: Tensor | None, expected: Tensor | None) -> bool:
-    if got is None or expected is None:
-        return got is expected
-    return got.shape == expected.shape and (not has_values(expected) or torch.equal(got, expected))
+def _differences(call: AttentionCall, whole: AttentionCall, share: TokenPartition, rank: int) -> Iterator[str]:
+    """The reasons why a call of attention is not that of the rank's tokens."""
+    for name in ("query", "key", "value"):
+        if not same(getattr(call, name), share.part(getattr(whole, name), -2, rank)):
+            yield f"the {name} of its attention is not that of the part's tokens"
+    if call.is_causal != whole.is_causal:
+        yield "its attention is causal only with all tokens"
+    got, expected = call.attn_mask, whole.attn_mask
+    is_same = got is expected if got is None or expected is None else got.shape == expected.shape
+    if is_same and got is not None and expected is not None and has_values(expected):
+        is_same = torch.equal(got, expected)
+    if not is_same:
+        yield (
+            "it makes the mask, or the bias of relative positions, of its attention itself, from the tokens that it is "
+            "given"
+        )
 
 
 def _is_own(got: Tensor, whole: Tensor, share: TokenPartition, rank: int) -> bool:
@@ -195,19 +189,6 @@ def _is_own(got: Tensor, whole: Tensor, share: TokenPartition, rank: int) -> boo
     if dim is None:
         return same(got, whole)
     return whole.shape[dim] % share.pieces == 0 and same(got, share.part(whole, dim, rank))
-
-
-def _where(whole: Whole, inner: list[tuple[str, list[Tensor]]], share: TokenPartition, rank: int) -> str:
-    """The path of the first inner module whose outputs are no part of those for all tokens."""
-
-    def is_part(got: Tensor, expected: Tensor) -> bool:  # the first dim may be batch and tokens in one
-        return dim_of_part(got.shape, expected.shape, share.size) == 0 or _is_own(got, expected, share, rank)
-
-    for index, (path, expected) in enumerate(whole.inner):
-        got = inner[index][1] if index < len(inner) and inner[index][0] == path else None
-        if got is None or len(got) != len(expected) or not all(map(is_part, got, expected)):
-            return path
-    return "its own forward"
 
 
 @contextmanager

@@ -32,9 +32,8 @@ from atorch.model.wrapper import override
 from atorch.runtime.sequence_parallel.attention import Exchange, exchange_attention
 from atorch.runtime.sequence_parallel.split_validation import (
     BlockStream,
+    TokenReplay,
     find_stream,
-    run_whole,
-    try_part,
     usual,
 )
 from atorch.runtime.sequence_parallel.token_partition import (
@@ -99,10 +98,10 @@ def _by_kind(
 ) -> dict[Any, BlockStream]:
     """The token split of each kind of block, the same on all ranks."""
     paths = evaluation.examples
-    wholes = {kind: run_whole(blocks[paths[kind]], call) for kind, call in evaluation.calls.items()}
-    lengths = {length for whole in wholes.values() for length in whole.lengths}
+    replays = {kind: TokenReplay(blocks[paths[kind]], call) for kind, call in evaluation.calls.items()}
+    lengths = {length for replay in replays.values() for length in replay.lengths}
     streams: dict[Any, BlockStream] = {}
-    for kind, whole in wholes.items():
+    for kind, replay in replays.items():
         path, block = paths[kind], blocks[paths[kind]]
         if not lengths:
             raise StrategyError(
@@ -115,12 +114,12 @@ def _by_kind(
                 f"the attention of {path} has {uneven[0]} tokens, which cannot be cut into {share.pieces} equal "
                 f"pieces; give sequences whose length is a multiple of {share.pieces}, or the axis another size"
             )
-        for call, _ in whole.attention:
+        for call, _ in replay.attention:
             if (reason := exchange.unfit(call)) is not None:
                 raise StrategyError(f"the attention of {path} cannot be split: {reason}")
-        stream = find_stream(block, whole, lengths, share)
+        stream = find_stream(replay, lengths, share)
         if not isinstance(stream, str):
-            own = try_part(block, whole, stream.arguments, share, share.rank)
+            own = replay.stream(stream.arguments, share, share.rank)
             stream = first_reason(own if isinstance(own, str) else None, share.group) or stream
         if isinstance(stream, str):
             raise StrategyError(
@@ -280,20 +279,20 @@ def _way(module: nn.Module, call: ForwardCall, dims: Set[int], share: TokenParti
     tensors = by_place(tuple(call))
     if len(tensors) != 1 or any(isinstance(submodule, _BatchNorm) for submodule in module.modules()):
         return None  # in training, statistics of a batch norm are those of all tokens
-    ((place, tensor),), whole = tensors.items(), run_whole(module, call)
+    ((place, tensor),), replay = tensors.items(), TokenReplay(module, call)
 
     def made(arguments: Any) -> Any:  # fake tensors have no values
         is_fake = dist.get_backend(share.group) == "fake"
         run = partial(module, *arguments[0], **arguments[1])
         return made_alone(run, by_place(arguments).values())[1] if is_fake else None
 
-    if whole.attention or whole.outputs.keys() != {""}:  # one tensor, computed without attention
+    if replay.attention or replay.outputs.keys() != {""}:  # one tensor, computed without attention
         return None
     for dim in usual(tensor.dim()):
         if tensor.shape[dim] % share.pieces or tensor.shape[dim] < share.pieces:
             continue
         cut = {place: dim}
-        stream = try_part(module, whole, cut, share, share.rank)
+        stream = replay.stream(cut, share, share.rank)
         if isinstance(stream, str) or stream.outputs.get("") not in dims:
             continue
         if made(tuple(call)) == made(changed(tuple(call), share.part, cut)):

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -130,20 +130,6 @@ def _rows(
     return _Rows.apply(part, columns, target, sums, own_weight)  # type: ignore[no-any-return, no-untyped-call]
 
 
-class _Targets(NamedTuple):
-    """Classes of rows, those that are `kept`, and weights of classes."""
-
-    classes: Tensor  # 0 where not kept
-    kept: Tensor
-    weight: Tensor | None
-
-    def shares(self, dtype: torch.dtype) -> Tensor:
-        """The weight of each row in the loss."""
-        if self.weight is None:
-            return self.kept.to(dtype)
-        return self.weight.to(dtype)[self.classes].masked_fill(~self.kept, 0.0)
-
-
 def loss(
     func: Callable[..., Tensor],
     split: SplitTensor,
@@ -158,38 +144,38 @@ def loss(
     """`F.cross_entropy` or `F.nll_loss` with class indices as targets; each rank computes its rows, or its columns."""
     classes, axis = min(split.dim() - 1, 1), split._axis
     by_columns = _has_columns(split, classes)
-    is_legacy = not (size_average is None and reduce is None)
-    if is_legacy or not are_classes_of(split, classes, target, weight) or (axis == classes and not by_columns):
+    is_known = size_average is None and reduce is None and reduction in ("none", "sum", "mean")
+    if not (is_known and are_classes_of(split, classes, target, weight)) or (axis == classes and not by_columns):
         return NotImplemented
     kept = target != ignore_index
-    targets = _Targets(target.masked_fill(~kept, 0), kept, weight)
+    kept_classes = target.masked_fill(~kept, 0)
+
+    def shares(dtype: torch.dtype) -> Tensor:
+        """The weight of each row in the loss."""
+        return kept.to(dtype) if weight is None else weight.to(dtype)[kept_classes].masked_fill(~kept, 0.0)
+
     if not by_columns:
-        check_targets(targets.classes, split.shape[classes])
+        check_targets(kept_classes, split.shape[classes])
         target_axis = axis - (axis > classes)
         own_target = split._layout.take(target, target_axis)
         options = {"label_smoothing": label_smoothing} if func is F.cross_entropy else {}
         part = func(to_part(split), own_target, weight, ignore_index=ignore_index, reduction="none", **options)
         losses = whole_of(split.like(part, target_axis))
     elif func is F.nll_loss:
-        picked: Tensor = gather(split, axis, targets.classes.unsqueeze(axis)).squeeze(axis)
-        losses = -picked * targets.shares(picked.dtype)
+        picked: Tensor = gather(split, axis, kept_classes.unsqueeze(axis)).squeeze(axis)
+        losses = -picked * shares(picked.dtype)
     else:
-        total, picked, *sums = _rows(split, targets.classes, label_smoothing > 0.0, weight)
-        losses = (total - picked) * targets.shares(total.dtype)
+        total, picked, *sums = _rows(split, kept_classes, label_smoothing > 0.0, weight)
+        losses = (total - picked) * shares(total.dtype)
         if sums:
             num_classes = split._layout.total
             all_weights = float(num_classes) if weight is None else weight.sum()
             smooth = (all_weights * total - sums[0]) * (label_smoothing / num_classes)
             losses = (1.0 - label_smoothing) * losses + smooth
-    return _reduced(losses.masked_fill(~kept, 0.0), targets, reduction, _loss_dtype(split))  # also those not finite
-
-
-def _reduced(losses: Tensor, targets: _Targets, reduction: str, dtype: torch.dtype) -> Any:
-    if reduction == "none":
-        return losses.to(dtype)
-    if reduction == "sum":
-        return losses.sum().to(dtype)
-    return (losses.sum() / targets.shares(losses.dtype).sum()).to(dtype) if reduction == "mean" else NotImplemented
+    losses = losses.masked_fill(~kept, 0.0)  # also those not finite
+    if reduction != "none":
+        losses = losses.sum() / (shares(losses.dtype).sum() if reduction == "mean" else 1.0)
+    return losses.to(_loss_dtype(split))
 
 
 def _has_columns(split: SplitTensor, dim: Any) -> bool:

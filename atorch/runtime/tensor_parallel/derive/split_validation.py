@@ -1,7 +1,7 @@
 """One recorded evaluation of a whole model, and trials on copies that a split block computes the same as the whole one.
 
 The evaluation is the basis of a split, and the reference for the split model. Trials precede any change of the model.
-In `first_failure`, one rank runs alone, and every row split returns the recorded sum. In `WholePass.compared`, all
+In `Replay`, one rank runs alone, and every row split returns the recorded sum. In `WholePass.compared`, all
 ranks run forward and backward with real collectives.
 """
 
@@ -49,62 +49,55 @@ ROUNDING = 1e-5  # of the largest gradient's norm
 MISFITS = (RuntimeError, ValueError, IndexError, TypeError, AssertionError, ZeroDivisionError)
 
 
-Tape = Mapping[str, list[tuple[Tensor, Tensor]]]
-"""Input and result of every product of a whole block, by weight, in order."""
+class Replay:
+    """One pass of a whole block, against which the parts of single ranks are tried."""
 
+    @torch.no_grad()
+    def __init__(self, block: nn.Module, call: ForwardCall) -> None:
+        self._block, self._call = block, call
+        self._taped: dict[str, list[tuple[Tensor, Tensor]]] = {}  # input and result of products, by weight, in order
+        (args, kwargs), _ = fresh(call)
+        with SeeProducts(dict(block.named_parameters()), self._keep):
+            block(*args, **kwargs)
 
-@torch.no_grad()
-def record_tape(block: nn.Module, call: ForwardCall) -> Tape:
-    """The tape of one pass of the whole block."""
-    taped: dict[str, list[tuple[Tensor, Tensor]]] = {}
-
-    def keep(product: MatmulUse, compute: Callable[[], Tensor]) -> Tensor:
+    def _keep(self, product: MatmulUse, compute: Callable[[], Tensor]) -> Tensor:
         result = compute()
-        taped.setdefault(product.weight, []).append((product.input.clone(), result.clone()))
+        self._taped.setdefault(product.weight, []).append((product.input.clone(), result.clone()))
         return result
 
-    (args, kwargs), _ = fresh(call)
-    with SeeProducts(dict(block.named_parameters()), keep):
-        block(*args, **kwargs)
-    return taped
+    @torch.no_grad()
+    def first_failure(self, layout: BlockLayout, rank: int) -> tuple[int, str] | None:
+        """The index of the first group that a rank alone does not reproduce, and the reason; None if it does all."""
+        parts = {name: rows for group in layout.groups for name, rows in group.rows.items()}
+        memo: dict[int, Any] = {}
+        for name, parameter in self._block.named_parameters():
+            local = parts[name].take(parameter, rank).contiguous() if name in parts else parameter.detach()
+            memo[id(parameter)] = nn.Parameter(local)
+        local_block = duplicate(self._block, memo)
+        divide(local_block, layout)
+        rows = {group.row: group.row_part for group in layout.groups}
+        num_replayed = dict.fromkeys(rows, 0)
 
+        def replay(product: MatmulUse, compute: Callable[[], Tensor]) -> Tensor:
+            if product.weight not in rows:
+                return compute()
+            z, result = self._taped[product.weight][num_replayed[product.weight]]
+            start, stop = rows[product.weight].by_rank[rank][0]
+            if not same(product.input, z[..., start:stop]):
+                raise ValueError(f"the input of {product.weight} is not the part that belongs to rank {rank}")
+            num_replayed[product.weight] += 1
+            return result.clone()
 
-@torch.no_grad()
-def first_failure(
-    block: nn.Module, layout: BlockLayout, call: ForwardCall, tape: Tape, rank: int
-) -> tuple[int, str] | None:
-    """The index of the first group that a rank alone does not reproduce, and the reason; None if it reproduces all."""
-    parts = {name: rows for group in layout.groups for name, rows in group.rows.items()}
-    memo: dict[int, Any] = {}
-    for name, parameter in block.named_parameters():
-        local = parts[name].take(parameter, rank).contiguous() if name in parts else parameter.detach()
-        memo[id(parameter)] = nn.Parameter(local)
-    local_block = duplicate(block, memo)
-    divide(local_block, layout)
-    rows = {group.row: group.row_part for group in layout.groups}
-    num_replayed = dict.fromkeys(rows, 0)
-
-    def replay(product: MatmulUse, compute: Callable[[], Tensor]) -> Tensor:
-        if product.weight not in rows:
-            return compute()
-        z, result = tape[product.weight][num_replayed[product.weight]]
-        start, stop = rows[product.weight].by_rank[rank][0]
-        expected = z[..., start:stop]
-        if not same(product.input, expected):
-            raise ValueError(f"the input of {product.weight} is not the part that belongs to rank {rank}")
-        num_replayed[product.weight] += 1
-        return result.clone()
-
-    cut = {place: part for group in layout.groups for place, part in group.inputs.items() if part is not None}
-    arguments: Any = tuple(fresh(call)[0])
-    args, kwargs = map_by_place(lambda place, x: cut[place].take(x, rank) if place in cut else x, arguments)
-    try:
-        with _AttentionOfSomething(), SeeProducts(dict(local_block.named_parameters()), replay):
-            local_block(*args, **kwargs)
-    except MISFITS as error:
-        done = [num_replayed[group.row] == len(tape[group.row]) for group in layout.groups]
-        return done.index(False) if False in done else len(done), f"{type(error).__name__}: {error}"
-    return None
+        cut = {place: part for group in layout.groups for place, part in group.inputs.items() if part is not None}
+        arguments: Any = tuple(fresh(self._call)[0])
+        args, kwargs = map_by_place(lambda place, x: cut[place].take(x, rank) if place in cut else x, arguments)
+        try:
+            with _AttentionOfSomething(), SeeProducts(dict(local_block.named_parameters()), replay):
+                local_block(*args, **kwargs)
+        except MISFITS as error:
+            done = [num_replayed[group.row] == len(self._taped[group.row]) for group in layout.groups]
+            return done.index(False) if False in done else len(done), f"{type(error).__name__}: {error}"
+        return None
 
 
 class _AttentionOfSomething(TorchFunctionMode):
