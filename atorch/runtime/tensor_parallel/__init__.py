@@ -119,7 +119,7 @@ def tensor_parallel(
     with Originals(model), preserved_rng():  # trials work on copies of blocks
         layout = _derive(model, watched, ranks, plan, parameter_bytes, only)
     if only is not None:
-        layout = with_those_alone(layout, model, run, only)
+        layout = with_those_alone(layout, model, watched, only)
     apply_layout(model, layout, mesh, as_dtensors=as_dtensors, loss_parallel=loss_parallel)
     watched.check(model, run)
     return layout

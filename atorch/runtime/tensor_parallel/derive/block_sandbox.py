@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import keystr as _keystr
-from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_map_with_path
+from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map_with_path
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from atorch.model.copy import duplicate
@@ -176,7 +176,7 @@ def changed(data: T, change: Callable[[Tensor, int], Tensor], dims: Mapping[str,
 
 def tensors_of(output: Any) -> list[Tensor]:
     """The floating-point tensors of an output, in order."""
-    return [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    return [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
 
 
 class MatmulUse(NamedTuple):
@@ -199,12 +199,13 @@ OnProduct = Callable[[MatmulUse, Callable[[], Tensor]], Tensor]
 class SeeProducts(TorchFunctionMode):
     """A mode in which `on_product(product, compute)` returns the result of each product with one of `parameters`.
 
-    `looked_up` counts the rows of parameters that were looked up by integers.
+    `looked_up` counts the rows of parameters that were looked up by integers; `uses` the functions of parameters, by
+    their ids, that return a tensor.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], on_product: OnProduct) -> None:
         super().__init__()
-        self.looked_up: Counter[str] = Counter()
+        self.looked_up, self.uses = Counter[str](), Counter[int]()
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         self._parameters = parameters
         self._on_product = on_product
@@ -217,9 +218,10 @@ class SeeProducts(TorchFunctionMode):
             if table is not None:
                 self.looked_up[table] += rows.numel()
         product = self._product(func, args, kwargs)
-        if product is None:
-            return func(*args, **kwargs)
-        return self._on_product(product, lambda: func(*args, **kwargs))
+        result = func(*args, **kwargs) if product is None else self._on_product(product, lambda: func(*args, **kwargs))
+        if any(isinstance(leaf, Tensor) for leaf in tree_leaves(result)):  # not a size or a dtype
+            self.uses.update({id(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, nn.Parameter)})
+        return result
 
     def _name(self, tensor: Any) -> str | None:
         if not isinstance(tensor, Tensor):

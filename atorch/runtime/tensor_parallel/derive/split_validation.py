@@ -7,7 +7,9 @@ ranks run forward and backward with real collectives.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -279,16 +281,26 @@ class Watched:
 
     def __init__(self, model: nn.Module, run: EvaluateModel) -> None:
         self.blocks = blocks_of(model)
-        self.kinds = _kinds(self.blocks)
+        kinds: dict[Any, list[str]] = {}
+        for path, block in self.blocks.items():
+            kinds.setdefault((type(block), tuple(shapes_of(block).items())), []).append(path)
+        self.kinds = list(kinds.values())
+        """The paths of blocks that are of one class and have the same parameters."""
         inner = {id(p) for block in self.blocks.values() for p in block.parameters()}
         outer = {name: p for name, p in model.named_parameters() if id(p) not in inner}
         self.products: list[MatmulUse] = []
         self._eps = 0.0  # of the coarsest dtype that was computed with
-        with preserved_state(model), SeeProducts(outer, self._note) as mode:
+        self.num_calls: Counter[nn.Module] = Counter()  # of linear layers and tables
+        with ExitStack() as hooks, preserved_state(model), SeeProducts(outer, self._note) as mode:
+            for module in model.modules():
+                if isinstance(module, (nn.Linear, nn.Embedding)):
+                    hooks.enter_context(
+                        module.register_forward_hook(lambda called, *_: self.num_calls.update([called]))
+                    )
             evaluation = Evaluation(model, self.blocks, run)
-        self.calls = {path: evaluation.calls[block.kind] for path, block in evaluation.blocks.items()}
+        self.calls = {path: evaluation.calls[calls.kind] for path, calls in evaluation.blocks.items()}
         self.output = [tensor.clone() for tensor in tensors_of(evaluation.output)]
-        self.tables = mode.looked_up
+        self.tables, self.uses = mode.looked_up, mode.uses
 
     def example(self, path: str) -> tuple[nn.Module, ForwardCall]:
         """The block that represents all of the same kind as the one at `path`, and its call."""
@@ -316,11 +328,3 @@ class Watched:
                     f"{type(model).__name__} has another output after it was split over tensor, though each of its "
                     "blocks had the same; name what is to be split in a plan, and report this"
                 )
-
-
-def _kinds(blocks: Mapping[str, nn.Module]) -> list[list[str]]:
-    """The paths of blocks that are of one class and have the same parameters."""
-    kinds: dict[Any, list[str]] = {}
-    for path, block in blocks.items():
-        kinds.setdefault((type(block), tuple(shapes_of(block).items())), []).append(path)
-    return list(kinds.values())
