@@ -24,7 +24,7 @@ from command import answer_of, as_rank, main
 from compare import Row, interleave
 
 from atorch.profiler.memory_tracker import OTHER, LiveBytes
-from atorch.runtime.context_parallel import Ring, attend_around, plan_of
+from atorch.runtime.context_parallel import Ring, RingSchedule, attend_around
 from atorch.runtime.context_parallel.load_balancing import TokenAssignment, schedule
 
 HEADS, GROUPS, DIM = 8, 2, 64
@@ -67,7 +67,7 @@ def ring(
     part_length = length // around.size
     *given, grad = inputs(part_length)
     meetings = schedule(TokenAssignment(around.size, balanced), around.rank, part_length, part_length, is_causal=True)
-    plan = plan_of(around, meetings, given[0], None, None, 0.0)
+    plan = RingSchedule(around, meetings, None, DIM**-0.5)
     return lambda: attend_around(*given, plan), given, grad
 
 

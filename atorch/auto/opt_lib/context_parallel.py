@@ -9,13 +9,12 @@ suits sequences that need more processes than sequence_parallel has heads for.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
 from typing_extensions import Self
 
 from atorch.auto.opt_lib.parallel_mode import ParallelMode, size_of
-from atorch.auto.opt_lib.shared.model_requirements import has_compiled_loss, on_samples, uncuttable, unmet_tokens
+from atorch.auto.opt_lib.shared.model_requirements import uncuttable, unmet_tokens, with_split_tokens
 from atorch.auto.strategy.method import Method, Phase, method
 from atorch.cluster.spec import ClusterSpec
 from atorch.cost import Cost, ModelProfile
@@ -80,27 +79,19 @@ class ContextParallel(Method):
             ArgumentError: there is no sample batch.
         """
         from atorch.distributed.collectives import all_or_none
-        from atorch.distributed.rng import share_random_state
         from atorch.runtime.context_parallel import RingExchange, UlyssesRing
-        from atorch.runtime.precision.fp8 import without_fp8
-        from atorch.runtime.sequence_parallel import TokenPartition, split_stream
+        from atorch.runtime.sequence_parallel import TokenPartition
 
         mesh = ctx.need_mesh()
         if mesh.size("context") == 1:
             return ctx
-        (model,) = ctx.parts  # stages are cut later
         group = mesh.group("context")
         exchange: Exchange = RingExchange(group, load_balance=self.load_balance)
         if mesh.size("sequence") > 1 and ctx.strategy.splits_over("sequence"):
             all_or_none(lambda: _need_neighbours(mesh))
             exchange = UlyssesRing(mesh.group("sequence"), group, load_balance=self.load_balance)
             group = mesh.group("context", "sequence")
-        is_outside = mesh.size("pipeline") == 1 and not has_compiled_loss(ctx)  # stages send plain tensors
-        share = TokenPartition(group, self.load_balance)
-        with without_fp8(model):
-            split_stream(model, on_samples(ctx, self.name), share, exchange, outside=is_outside)
-        share_random_state(group, ctx.device)
-        return replace(ctx, parts=ctx.parts)
+        return with_split_tokens(ctx, self.name, TokenPartition(group, self.load_balance), exchange)
 
 
 def _need_neighbours(mesh: Mesh) -> None:

@@ -11,17 +11,16 @@ A run on a few samples shows which tensors of a block have a token dim.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from typing_extensions import Self
 
 from atorch.auto.opt_lib.shared.model_requirements import (
-    has_compiled_loss,
     indivisible,
     on_samples,
     uncuttable,
     unmet_tokens,
+    with_split_tokens,
 )
 from atorch.auto.strategy.method import Method, Phase, method
 from atorch.cluster.spec import ClusterSpec
@@ -88,9 +87,7 @@ class SequenceParallel(Method):
             ArgumentError: there is no sample batch.
         """
         from atorch.distributed.collectives import all_or_none
-        from atorch.distributed.rng import share_random_state
-        from atorch.runtime.precision.fp8 import without_fp8
-        from atorch.runtime.sequence_parallel import TokenPartition, Ulysses, check_tokens, split_stream
+        from atorch.runtime.sequence_parallel import TokenPartition, Ulysses, check_tokens
 
         mesh = ctx.need_mesh()
         self.check(ctx)
@@ -102,13 +99,8 @@ class SequenceParallel(Method):
         is_split = mesh.size("context") > 1 and ctx.strategy.splits_over("context")
         if mesh.size("sequence") == 1 or is_split:  # context_parallel splits over both axes
             return ctx
-        (model,) = ctx.parts  # stages are cut later
         group = mesh.group("sequence")
-        is_outside = mesh.size("pipeline") == 1 and not has_compiled_loss(ctx)  # stages send plain tensors
-        with without_fp8(model):
-            split_stream(model, on_samples(ctx, self.name), TokenPartition(group), Ulysses(group), outside=is_outside)
-        share_random_state(group, ctx.device)
-        return replace(ctx, parts=ctx.parts)
+        return with_split_tokens(ctx, self.name, TokenPartition(group), Ulysses(group))
 
     def complete(self, ctx: Context, layout: ModelLayout) -> None:
         """Split by tokens what `layout` leaves full of the context's model, if the mode is megatron.

@@ -40,7 +40,7 @@ from atorch.runtime.gradients.backward import first_order
 from atorch.runtime.sequence_parallel import Ulysses
 from atorch.runtime.sequence_parallel.attention import Attend, AttentionCall
 
-__all__ = ["TokenAssignment", "RingExchange", "UlyssesRing", "ring_attention"]
+__all__ = ["RingExchange", "TokenAssignment", "UlyssesRing"]
 
 
 class Ring:
@@ -67,36 +67,6 @@ class Ring:
         return arrived
 
 
-def ring_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    group: dist.ProcessGroup,
-    mask: Tensor | None = None,
-    is_causal: bool = False,
-    scale: float | None = None,
-    dropout_p: float = 0.0,
-    load_balance: bool = False,
-) -> Tensor:
-    """This rank's rows of attention over whole sequences, of which every rank of the group has an equal slice.
-
-    Args:
-        query: (batch, heads, tokens, dim); key and value may have fewer heads, each for several query heads.
-        mask: of the whole sequence on every rank, (…, 1 or queries, keys) as in `scaled_dot_product_attention`.
-        load_balance: slices have two pieces each, as in `TokenAssignment(size, balanced=True)`.
-
-    Raises:
-        ArgumentError: the mask has another size, needs a gradient, or comes with `is_causal`; or the numbers of
-            causal queries and keys differ.
-    """
-    ring = Ring(group)
-    assignment = TokenAssignment(ring.size, load_balance)
-    mask = checked(query, key, mask, is_causal, ring.size)
-    order = schedule(assignment, ring.rank, query.shape[-2], key.shape[-2], mask, is_causal)
-    return attend_around(query, key, value, plan_of(ring, order, query, mask, scale, dropout_p))
-
-
 def checked(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool, size: int) -> Tensor | None:
     """The mask with four dims; raises ArgumentError for arguments that a ring of `size` cannot honour."""
     rows, columns = size * query.shape[-2], size * key.shape[-2]
@@ -119,14 +89,6 @@ def checked(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool, si
             "each rank the mask of whole sequences"
         )
     return mask.reshape((1,) * (4 - mask.dim()) + tuple(mask.shape)) if mask.dim() < 4 else mask
-
-
-def plan_of(
-    ring: Ring, meetings: RingOrder, query: Tensor, mask: Tensor | None, scale: float | None, dropout_p: float
-) -> RingSchedule:
-    """The plan of one attention, by the arguments of `scaled_dot_product_attention`; dropout draws a random seed."""
-    seed = int(torch.randint(2**31, ())) + (ring.rank << 32) if dropout_p else 0
-    return RingSchedule(ring, meetings, mask, query.shape[-1] ** -0.5 if scale is None else scale, dropout_p, seed)
 
 
 @dataclass(frozen=True)
@@ -282,13 +244,23 @@ class RingExchange:
         return None
 
     def __call__(self, call: AttentionCall, attend: Attend) -> Tensor:
-        """This rank's rows of attention; `attend` is not called."""
+        """This rank's rows of attention over whole sequences; `attend` is not called.
+
+        The mask is that of the whole sequences, on every rank: (…, 1 or queries, keys).
+
+        Raises:
+            ArgumentError: the mask has another size, needs a gradient, or comes with `is_causal`; or the numbers of
+                causal queries and keys differ.
+        """
         query, key, value, mask = _as_autocast(call)
         if query.dim() == 3:
             query, key, value = query[None], key[None], value[None]
         mask = checked(query, key, mask, call.is_causal, self._ring.size)
         order = self._meetings(query.shape[-2], key.shape[-2], mask, call.is_causal)
-        out = attend_around(query, key, value, plan_of(self._ring, order, query, mask, call.scale, call.dropout_p))
+        scale = query.shape[-1] ** -0.5 if call.scale is None else call.scale
+        seed = int(torch.randint(2**31, ())) + (self._ring.rank << 32) if call.dropout_p else 0
+        plan = RingSchedule(self._ring, order, mask, scale, call.dropout_p, seed)
+        out = attend_around(query, key, value, plan)
         return out if call.query.dim() == 4 else out[0]
 
     def _meetings(self, num_queries: int, num_keys: int, mask: Tensor | None, is_causal: bool) -> RingOrder:

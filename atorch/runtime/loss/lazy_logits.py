@@ -11,7 +11,6 @@ operands (`logit_losses`).
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -37,11 +36,9 @@ from atorch.runtime.loss.logit_losses import (
 )
 from atorch.runtime.tensor_parallel.sharded_activation import (
     MAKE_OTHERS,
+    PartialTensor,
     TrackedDim,
-    as_tensors,
-    on_whole,
-    reads_no_values,
-    writes,
+    strides_of_whole,
 )
 from atorch.runtime.tensor_parallel.sharding_rules import CASTS, SCALES, applied, local_call
 
@@ -59,7 +56,7 @@ class Origin(NamedTuple):
     is_view: bool
 
 
-class LazyLogits(Tensor):
+class LazyLogits(PartialTensor):
     """Rows of a head's logits, computed when they are first read."""
 
     _head: Head
@@ -69,6 +66,7 @@ class LazyLogits(Tensor):
     _origin: Origin | None
     _whole: Tensor | None
     _written: bool
+    _reading = frozenset((Tensor.backward, torch.autograd.backward))
 
     @staticmethod
     def __new__(
@@ -76,10 +74,7 @@ class LazyLogits(Tensor):
     ) -> LazyLogits:
         classes = head.product.weight.shape[0]
         sizes = [classes if dim == axis else size for dim, size in enumerate(rows.shape)]
-        strides = [
-            stride // _WIDTH * classes if dim != axis and rows.stride(axis) <= stride else stride
-            for dim, stride in enumerate(rows.stride())
-        ]
+        strides = strides_of_whole(rows, axis, classes)
         device = head.product.hidden.device
         logits: LazyLogits = Tensor._make_wrapper_subclass(cls, sizes, strides=strides, dtype=dtype, device=device)
         logits._head, logits._rows, logits._axis, logits._ops = head, rows, axis, ops
@@ -93,17 +88,19 @@ class LazyLogits(Tensor):
         return f"LazyLogits({tuple(self.shape)}, {self.dtype}, computed when they are read)"
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if reads_no_values(func) and func not in _BACKWARDS:
-            with as_tensors():
-                return func(*args, **kwargs)
-        first = args[0] if args else None
-        if isinstance(first, LazyLogits) and not first._is_whole:
-            result = _by_chunks(func, first, args[1:], kwargs)
-            if result is not NotImplemented:
-                return result
-        return on_whole(LazyLogits, partial(_whole_for, func, writes(func) or "out" in kwargs), func, args, kwargs)
+    def on_part(cls, func: Callable[..., Any], tensor: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return _by_chunks(func, tensor, args, kwargs)
+
+    def read(self, func: Callable[..., Any], is_written: bool) -> Tensor:
+        if not self._is_whole:
+            say_once(
+                f"cross_entropy: {getattr(func, '__name__', func)} asks for the logits themselves, which are computed "
+                "whole; cross entropies, log-sum-exps and argmax are not in need of them"
+            )
+        tensor = self._as_whole()
+        if is_written:
+            self._mark_written()
+        return tensor
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -120,7 +117,7 @@ class LazyLogits(Tensor):
         return cls(head, inner["_rows"], *more)
 
     @property
-    def _is_whole(self) -> bool:
+    def _is_whole(self) -> bool:  # type: ignore[override]
         """True if these logits, or those that they are a view of, were computed."""
         origin = self._origin
         return self._whole is not None or (origin is not None and origin.is_view and origin.logits._is_whole)
@@ -297,18 +294,6 @@ def _derived(
     return result
 
 
-def _whole_for(func: Callable[..., Any], is_written: bool, logits: LazyLogits) -> Tensor:
-    if not logits._is_whole:
-        say_once(
-            f"cross_entropy: {getattr(func, '__name__', func)} asks for the logits themselves, which are computed "
-            "whole; cross entropies, log-sum-exps and argmax are not in need of them"
-        )
-    tensor = logits._as_whole()
-    if is_written:
-        logits._mark_written()
-    return tensor
-
-
 def chunk_logits(head: nn.Linear, chunk: int | None = None, *, without_gradients: bool = True) -> None:
     """Let `head` return lazy logits, in place.
 
@@ -342,7 +327,6 @@ def _is_special(head: Any, input: Tensor) -> bool:
     )
 
 
-_BACKWARDS = frozenset((Tensor.backward, torch.autograd.backward))
 _LOG_SOFTMAX = frozenset((F.log_softmax, torch.log_softmax, Tensor.log_softmax))
 _OF_ROWS = frozenset((Tensor.contiguous, Tensor.clone, torch.clone, Tensor.detach, torch.detach))
 _OF_ELEMENTS: frozenset[Callable[..., Any]] = CASTS.difference(_OF_ROWS).union(SCALES, (Tensor.tanh, torch.tanh))

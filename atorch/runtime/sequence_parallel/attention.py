@@ -15,8 +15,7 @@ rank's attention sees all tokens, so that any mask works unchanged.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -26,7 +25,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from atorch.model.wrapper import lift, override
+from atorch.model.wrapper import override
+from atorch.runtime.gradients.backward import mapped
 
 CHAIN = "_attention_chain"  # attribute of a block that holds its chain
 
@@ -61,11 +61,11 @@ AttentionWrapper = Callable[[AttentionCall, Attend], Tensor]
 
 
 class Chain(TorchFunctionMode):
-    """The steps around the attention of one block."""
+    """Steps around attention, the first of which is called first."""
 
-    def __init__(self) -> None:
+    def __init__(self, *steps: AttentionWrapper) -> None:
         super().__init__()
-        self.steps: list[AttentionWrapper] = []  # the first is called first
+        self.steps = list(steps)
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -79,39 +79,15 @@ class Chain(TorchFunctionMode):
         return self.steps[index](call, partial(self._attend, index + 1))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Chain:
-        clone = Chain()
-        clone.steps = list(self.steps)
-        return clone
-
-
-def chain_of(block: nn.Module) -> Chain:
-    """The chain around the attention of `block`, made at its first use. Recomputed forwards use it too."""
-    chain: Chain | None = vars(block).get(CHAIN)
-    if chain is None:
-        chain = Chain()
-        vars(block)[CHAIN] = chain
-        override(block, "forward", _attended)
-    return chain
+        return Chain(*self.steps)
 
 
 def exchange_attention(block: nn.Module, step: AttentionWrapper) -> None:
-    """Add `step` to the chain of the block's attention, before all earlier steps."""
-    chain_of(block).steps.insert(0, step)
-
-
-@contextmanager
-def watching(block: nn.Module, step: AttentionWrapper) -> Iterator[None]:
-    """Add `step` as `exchange_attention` does, inside the context only."""
-    had_chain = CHAIN in vars(block)
-    chain = chain_of(block)
-    chain.steps.insert(0, step)
-    try:
-        yield
-    finally:
-        chain.steps.remove(step)
-        if not had_chain:
-            del vars(block)[CHAIN]
-            lift(block, "forward", _attended)
+    """Add `step` to the chain of the block's attention, before all earlier steps. Recomputed forwards use it too."""
+    if CHAIN not in vars(block):
+        vars(block)[CHAIN] = Chain()
+        override(block, "forward", _attended)
+    vars(block)[CHAIN].steps.insert(0, step)
 
 
 def _attended(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -159,23 +135,12 @@ def _repeated(x: Tensor, size: int) -> Tensor:
 
 def to_heads(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """(batch, heads, tokens / n, width) → (batch, heads / n, tokens, width)."""
-    return _Exchange.apply(x, 1, 2, group)  # type: ignore[no-any-return, no-untyped-call]
+    return mapped(x, lambda x: _exchange(x, 1, 2, group), lambda grad: _exchange(grad, 2, 1, group))
 
 
 def to_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """(batch, heads / n, tokens, width) → (batch, heads, tokens / n, width)."""
-    return _Exchange.apply(x, 2, 1, group)  # type: ignore[no-any-return, no-untyped-call]
-
-
-class _Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cut: int, joined: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.back = joined, cut, group
-        return _exchange(x, cut, joined, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _Exchange.apply(grad, *ctx.back), None, None, None  # type: ignore[no-untyped-call]
+    return mapped(x, lambda x: _exchange(x, 2, 1, group), lambda grad: _exchange(grad, 1, 2, group))
 
 
 def _exchange(x: Tensor, cut: int, joined: int, group: dist.ProcessGroup) -> Tensor:

@@ -11,38 +11,34 @@ backward. A block is accepted if it computes the same values and gradients as be
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Set
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice, product
+from itertools import product
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from atorch.distributed.collectives import gather_objects
 from atorch.errors import StrategyError
 from atorch.model.copy import duplicate
 from atorch.model.state import evaluating
 from atorch.model.structure import repeated_blocks
 from atorch.runtime.gradients.backward import mapped
-from atorch.runtime.sequence_parallel.split_validation import (
-    MOST,
-    BlockStream,
-    changed,
-    copied,
-    evaluate,
-    has_values,
-    same,
-    uses_random_numbers,
-)
+from atorch.runtime.sequence_parallel.split_validation import BlockStream, first_accepted, uses_random_numbers
 from atorch.runtime.sequence_parallel.token_partition import TokenPartition
 from atorch.runtime.sequence_parallel.token_split import Streams, check_output, install, linked
 from atorch.runtime.tensor_parallel.apply import ForkArguments, Forked, Sum, place_of
-from atorch.runtime.tensor_parallel.derive.block_sandbox import ForwardCall, by_place
-from atorch.runtime.tensor_parallel.derive.split_validation import MISFITS, EvaluateModel
+from atorch.runtime.tensor_parallel.derive.block_sandbox import (
+    EvaluateModel,
+    Evaluation,
+    ForwardCall,
+    by_place,
+    changed,
+    copied,
+)
+from atorch.runtime.tensor_parallel.derive.split_validation import WholePass, dim_of_part
 from atorch.runtime.tensor_parallel.layout import BlockLayout, SplitRegion, common_path
 from atorch.runtime.tensor_parallel.split_forward import Inside, Read, present
 
@@ -96,7 +92,7 @@ def check_tokens(model: nn.Module, run: EvaluateModel, group: dist.ProcessGroup)
         StrategyError: a block's stream cannot be cut.
     """
     share, blocks = TokenPartition(group, averaged=False), repeated_blocks(model)
-    evaluation = evaluate(model, blocks, run)
+    evaluation = Evaluation(model, blocks, run)
     for path, calls in evaluation.blocks.items():
         if not any(_streams(_like_outputs(evaluation.calls[calls.kind], calls.outputs), share)):
             raise _refusal(path, blocks[path], _UNEVEN.format(share.size), share)
@@ -114,13 +110,12 @@ def split_between(
         StrategyError: a block does not compute the same on a part of the tokens. The model is then unchanged.
     """
     share, blocks = TokenPartition(group, averaged=False), repeated_blocks(model)
-    evaluation = evaluate(model, blocks, run)
-    paths = {calls.kind: calls.path for calls in reversed(evaluation.blocks.values())}
+    evaluation = Evaluation(model, blocks, run)
     splits: dict[Any, tuple[BlockStream, list[GatherScatter]]] = {}
     with evaluating(model):
-        for kind, call in evaluation.calls.items():
-            path = paths[kind]
-            splits[kind] = _first_split(path, blocks[path], layouts[path], call, evaluation.blocks[path].outputs, share)
+        for kind, path in evaluation.examples.items():
+            call, outputs = evaluation.calls[kind], evaluation.blocks[path].outputs
+            splits[kind] = _first_split(path, blocks[path], layouts[path], call, outputs, share)
     streams = linked(evaluation, {path: splits[calls.kind][0] for path, calls in evaluation.blocks.items()})
     inside = Inside()
     for path, stream in streams.items():
@@ -136,24 +131,30 @@ def _first_split(
     block: nn.Module,
     layout: BlockLayout,
     call: ForwardCall,
-    outputs: Mapping[str, Tensor],
+    outputs: ParameterShapes,
     share: TokenPartition,
 ) -> tuple[BlockStream, list[GatherScatter]]:
     """The first token split with which a block computes the same on all ranks."""
     shapes = _like_outputs(call, outputs)
-    streams = list(_streams(shapes, share))
-    whole = _Whole(block, layout, call, set(shapes))
-    holders = [list(_holders_of(group)) for group in layout.groups]
-    reason = _UNEVEN.format(share.size) if not streams else ""
-    choices = sorted(product(range(len(streams)), *(range(len(paths)) for paths in holders)), key=sum)
-    for first, *others in islice(choices, MOST):
-        exchanges = [GatherScatter(paths[index]) for paths, index in zip(holders, others, strict=True)]
-        result = _try_split(block, layout, whole, streams[first], exchanges, share)
-        failures = [why for why in gather_objects(result if isinstance(result, str) else None, share.group) if why]
-        if not failures and isinstance(result, BlockStream):
-            return result, exchanges
-        reason = reason or failures[0]
-    raise _refusal(path, block, reason, share)
+    whole, draws = WholePass(block, call, None, set(shapes)), uses_random_numbers(block, call)
+    options: list[list[Any]] = [list(_streams(shapes, share)), *(list(_holders_of(group)) for group in layout.groups)]
+    holding = {path: block.get_submodule(path) for paths in options[1:] for path in paths}
+    args, kwargs = copied(tuple(call))
+    inner = Evaluation(block, holding, lambda block: block(*args, **kwargs)).blocks
+
+    def attempt(cut: dict[str, int], *holders: str) -> tuple[BlockStream, list[GatherScatter]] | str:
+        exchanges = list(map(GatherScatter, holders))
+        clone = duplicate(block, {id(parameter): parameter for parameter in block.parameters()})
+        for group, exchange in zip(layout.groups, exchanges, strict=True):
+            _learn(clone, group, exchange, inner[exchange.at].shapes if exchange.at in inner else {}, share)
+        _share_gradients(clone, layout, Inside(), share)
+        dims = whole.compared(clone, share.group, share.part, scatter=share.scatter, cut=cut)
+        return dims if isinstance(dims, str) else (BlockStream(cut, dims, draws), exchanges)
+
+    split = first_accepted(options, attempt)
+    if split is None or isinstance(split, str):
+        raise _refusal(path, block, split or _UNEVEN.format(share.size), share)
+    return split
 
 
 _UNEVEN = "none of its arguments can be cut into {} equal pieces"
@@ -173,31 +174,10 @@ def _holders_of(group: SplitRegion) -> Iterator[str]:
         yield ".".join(common[:end])
 
 
-class _Whole:
-    """One pass of a block on all tokens: shapes of inner arguments, values and gradients."""
-
-    def __init__(self, block: nn.Module, layout: BlockLayout, call: ForwardCall, asked: Set[str]) -> None:
-        self.call, self.asked, self.shapes = call, asked, dict[str, ParameterShapes]()
-        self.draws = uses_random_numbers(block, call)
-        self.leaves = _leaves(call, asked)
-        with ExitStack() as hooks, torch.enable_grad():
-            for path in {path for group in layout.groups for path in _holders_of(group)}:
-                module, note = block.get_submodule(path), partial(self._note, path)
-                hooks.enter_context(module.register_forward_pre_hook(note, with_kwargs=True, prepend=True))
-            self.outputs = by_place(block(*self.leaves[0], **self.leaves[1]))
-        generator = torch.Generator().manual_seed(0)
-        outputs = [(place, tensor) for place, tensor in self.outputs.items() if tensor.requires_grad]
-        self.seeds = {place: torch.rand(x.shape, generator=generator).to(x) for place, x in outputs}
-        self.gradients = _backward(block, self.outputs, self.seeds)
-
-    def _note(self, path: str, _: nn.Module, args: Any, kwargs: Any) -> None:
-        self.shapes[path] = {place: tensor.shape for place, tensor in by_place((args, kwargs)).items()}
-
-
-def _like_outputs(call: ForwardCall, outputs: Mapping[str, Tensor]) -> dict[str, torch.Size]:
+def _like_outputs(call: ForwardCall, outputs: ParameterShapes) -> dict[str, torch.Size]:
     """Shapes of arguments with an output's shape, which the stream through the block has."""
-    output_shapes = {tensor.shape for tensor in outputs.values() if tensor.is_floating_point() and tensor.dim() > 1}
-    arguments = by_place((call.args, call.kwargs)).items()
+    output_shapes = {shape for shape in outputs.values() if len(shape) > 1}
+    arguments = by_place(tuple(call)).items()
     return {place: x.shape for place, x in arguments if x.is_floating_point() and x.shape in output_shapes}
 
 
@@ -211,40 +191,6 @@ def _streams(shapes: ParameterShapes, share: TokenPartition) -> Iterator[dict[st
             yield cut
 
 
-def _try_split(
-    block: nn.Module,
-    layout: BlockLayout,
-    whole: _Whole,
-    cut: Mapping[str, int],
-    exchanges: list[GatherScatter],
-    share: TokenPartition,
-) -> BlockStream | str:
-    """The stream of the block on this rank's tokens, or a reason to refuse it. All ranks call it."""
-    clone = duplicate(block, {id(parameter): parameter for parameter in block.parameters()})
-    for group, exchange in zip(layout.groups, exchanges, strict=True):
-        _learn(clone, group, exchange, whole.shapes.get(exchange.at, {}), share)
-    _share_gradients(clone, layout, Inside(), share)
-    leaves = _leaves(whole.call, whole.asked)
-    try:
-        with torch.enable_grad():
-            args, kwargs = changed(leaves, share.scatter, cut)
-            outputs = by_place(clone(*args, **kwargs))
-            dims = {place: _cut(outputs[place].shape, tensor.shape, share) for place, tensor in whole.outputs.items()}
-            parts = {place: dim for place, dim in dims.items() if dim is not None}
-            gathered = {place: share.gather(x, parts[place]) if place in parts else x for place, x in outputs.items()}
-    except (*MISFITS, KeyError) as error:
-        return f"{type(error).__name__}: {error}"
-    if any(not same(gathered[place], tensor) for place, tensor in whole.outputs.items()):
-        return "it computes something else on a part of the tokens"
-    gradients = _backward(clone, gathered, whole.seeds)
-    arguments, whole_arguments = by_place(leaves), by_place(whole.leaves)
-    gradients |= {place: arguments[place].grad for place in cut}
-    for name, gradient in {**whole.gradients, **{place: whole_arguments[place].grad for place in cut}}.items():
-        if gradient is not None and not _same_gradient(gradients[name], gradient, whole.gradients):
-            return f"the gradient of {name} is another where it works on a part of the tokens"
-    return BlockStream(dict(cut), parts, whole.draws)
-
-
 def _learn(
     block: nn.Module, group: SplitRegion, exchange: GatherScatter, shapes: ParameterShapes, share: TokenPartition
 ) -> None:
@@ -253,7 +199,7 @@ def _learn(
 
     def gather(_: nn.Module, args: Any, kwargs: Any) -> Any:
         tensors = by_place((args, kwargs))
-        dims = {place: _cut(tensor.shape, shapes[place], share) for place, tensor in tensors.items()}
+        dims = {place: dim_of_part(tensor.shape, shapes[place], share.size) for place, tensor in tensors.items()}
         exchange.arguments = {place: dim for place, dim in dims.items() if dim is not None}
         result = _gather_arguments(exchange.arguments, share, _, args, kwargs)
         gathered.extend(by_place(result)[place] for place in exchange.arguments)
@@ -318,42 +264,3 @@ def _fork_of(block: nn.Module, group: SplitRegion, index: int) -> ForkArguments:
 
 def _sum_of(block: nn.Module, group: SplitRegion) -> Sum:
     return next(hook for hook in place_of(block, group.row)[0]._forward_hooks.values() if isinstance(hook, Sum))
-
-
-def _cut(part: torch.Size, whole: torch.Size, share: TokenPartition) -> int | None:
-    """The dim along which `part` is cut from `whole`; None if they are equal."""
-    if part == whole:
-        return None
-    dims = [dim for dim, (size, total) in enumerate(zip(part, whole, strict=True)) if size != total]
-    if len(dims) != 1 or part[dims[0]] * share.size != whole[dims[0]]:
-        raise ValueError(f"{tuple(part)} is no part of {tuple(whole)}")
-    return dims[0]
-
-
-def _leaves(call: ForwardCall, asked: Set[str]) -> Any:
-    """A copy of the call's arguments; those at the places `asked` require gradients."""
-    leaves = copied((call.args, call.kwargs))
-    for place, tensor in by_place(leaves).items():
-        tensor.requires_grad_(place in asked)
-    return leaves
-
-
-def _backward(block: nn.Module, outputs: Mapping[str, Tensor], seeds: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
-    """The gradients of the block's parameters, which are cleared afterwards."""
-    torch.autograd.backward([outputs[place] for place in seeds], list(seeds.values()))
-    gradients: dict[str, Tensor | None] = {}
-    for name, parameter in block.named_parameters():
-        gradient: Any = parameter.grad
-        gradients[name] = gradient.to_local() if hasattr(gradient, "to_local") else gradient
-        parameter.grad = None
-    return gradients
-
-
-def _same_gradient(got: Tensor | None, expected: Tensor, gradients: Mapping[str, Tensor | None]) -> bool:
-    if got is None or not has_values(expected):
-        return got is not None
-    if same(got, expected):
-        return True
-    # Some gradients, such as that of a bias of keys, are zero but for rounding.
-    largest = max(float(gradient.norm()) for gradient in gradients.values() if gradient is not None)
-    return got.shape == expected.shape and float((got - expected).norm()) <= 1e-5 * largest

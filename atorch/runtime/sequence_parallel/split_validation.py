@@ -1,33 +1,31 @@
-"""One evaluation of a model, and trials, on one rank, of its blocks with split tokens.
+"""Trials, on one rank, of a model's blocks with split tokens.
 
-An evaluation records the arguments of blocks, and the blocks that computed them. In a trial the whole block runs once,
-and its attention calls are recorded. Then it runs on a rank's tokens, and attention returns the rank's part of the
-recorded results. If its queries, keys, masks and results match the whole block's, everything else in it works token by
-token. Trials also find the dim of tokens of each argument.
+The whole block runs once, and its attention calls are recorded. Then it runs on a rank's tokens, and attention returns
+the rank's part of the recorded results. If its queries, keys, masks and results match the whole block's, everything
+else in it works token by token. Trials also find the dim of tokens of each argument.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice, product
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from atorch.distributed.rng import preserved_rng, random_state
-from atorch.model.state import evaluating, preserved_modes
-from atorch.runtime.sequence_parallel.attention import Attend, AttentionCall, watching
+from atorch.model.state import preserved_modes
+from atorch.runtime.sequence_parallel.attention import Attend, AttentionCall, Chain
 from atorch.runtime.sequence_parallel.token_partition import TokenPartition
-from atorch.runtime.tensor_parallel.derive.block_sandbox import ForwardCall, by_place, map_by_place
-from atorch.runtime.tensor_parallel.derive.split_validation import CLOSE, MISFITS, EvaluateModel
+from atorch.runtime.tensor_parallel.derive.block_sandbox import ForwardCall, by_place, changed, copied
+from atorch.runtime.tensor_parallel.derive.split_validation import MISFITS, dim_of_part, has_values, same
 
-HIDDEN = -1e4  # additive masks are below this where attention is masked
+T = TypeVar("T")
 MOST = 64  # maximum ways to cut the arguments that are tried
 
 
@@ -42,52 +40,85 @@ class BlockStream:
     """True if it draws random numbers in training."""
 
 
-class AttentionTrace:
-    """Calls of the attention of a whole block, and their results."""
+class TokenReplay:
+    """One pass of a block in eval mode on all tokens, against which the tokens of single ranks are tried."""
 
-    def __init__(self) -> None:
-        self.calls: list[tuple[AttentionCall, Tensor]] = []
+    @torch.no_grad()
+    def __init__(self, block: nn.Module, call: ForwardCall) -> None:
+        self.call, self._block = call, block
+        self.attention: list[tuple[AttentionCall, Tensor]] = []
+        """Calls of attention and their results."""
+        args, kwargs = copied(tuple(call))  # the block may fill caches among them
+        with Chain(self._record), _noting(block) as inner:
+            self.outputs = by_place(block(*args, **kwargs))
+        self._inner = inner  # outputs of its modules, in order
+        storages = {_storage(call.attn_mask) for call, _ in self.attention if call.attn_mask is not None}
+        arguments = by_place((args, kwargs))
+        self.masks = {place for place, tensor in arguments.items() if _storage(tensor) in storages}
+        """Places of the arguments that attention takes as masks."""
 
-    def __call__(self, call: AttentionCall, attend: Attend) -> Tensor:
+    def _record(self, call: AttentionCall, attend: Attend) -> Tensor:
         result = attend(call)
-        self.calls.append((call, result.clone()))
+        self.attention.append((call, result.clone()))
         return result
 
     @property
     def lengths(self) -> set[int]:
         """Numbers of tokens of queries and keys."""
-        return {tensor.shape[-2] for call, _ in self.calls for tensor in (call.query, call.key)}
+        return {tensor.shape[-2] for call, _ in self.attention for tensor in (call.query, call.key)}
 
+    @torch.no_grad()
+    def stream(self, cut: Mapping[str, int], share: TokenPartition, rank: int) -> BlockStream | str:
+        """The block's token split on the tokens of `rank`, or the reason why it computes something else.
 
-@dataclass
-class Whole:
-    call: ForwardCall
-    masks: set[str]
-    """Places of the arguments that attention takes as masks."""
-    attention: AttentionTrace
-    outputs: dict[str, Tensor]
-    inner: list[tuple[str, list[Tensor]]]
-    """The outputs of its modules, in order."""
-    draws: bool
+        cut: the dims of tokens of the arguments that are cut, by place.
+        """
+        if not cut:
+            return "it has no argument that goes along the tokens"
+        recorded, reasons = iter(self.attention), list[str]()
 
+        def attend(call: AttentionCall, _: Attend) -> Tensor:
+            expected, result = next(recorded, (None, None))
+            if expected is None or result is None:
+                raise ValueError("attention is called more often than with all tokens")
+            reasons.extend(_differences(call, expected, share, rank))
+            return share.part(result, -2, rank)
 
-@torch.no_grad()
-def run_whole(block: nn.Module, call: ForwardCall) -> Whole:
-    """Run the block on all tokens. It is in eval mode before and after."""
-    attention = AttentionTrace()
-    args, kwargs = copied((call.args, call.kwargs))  # the block may fill caches among them
-    with watching(block, attention), _noting(block) as inner:
-        outputs = by_place(block(*args, **kwargs))
-    storages = {_storage(recorded.attn_mask) for recorded, _ in attention.calls if recorded.attn_mask is not None}
-    arguments = by_place((args, kwargs))
-    masks = {place for place, tensor in arguments.items() if _storage(tensor) in storages}
-    return Whole(call, masks, attention, outputs, inner, uses_random_numbers(block, call))
+        args, kwargs = changed(copied(tuple(self.call)), partial(share.part, rank=rank), cut)
+        inner: list[tuple[str, list[Tensor]]] = []
+        try:
+            with Chain(attend), _noting(self._block) as inner:
+                outputs = by_place(self._block(*args, **kwargs))
+        except MISFITS as error:
+            return f"{self._where(inner, share, rank)} raises {type(error).__name__}: {error}"
+        if reasons:
+            return f"{reasons[0]} ({self._where(inner, share, rank)} differs first)"
+        dims: dict[str, int] = {}
+        for place, expected in self.outputs.items():
+            if place not in outputs or not _is_own(outputs[place], expected, share, rank):
+                return f"{self._where(inner, share, rank)} computes something else on a part of the tokens"
+            dim = dim_of_part(outputs[place].shape, expected.shape, share.size)
+            if dim is not None:
+                dims[place] = dim
+        return BlockStream(dict(cut), dims, uses_random_numbers(self._block, self.call))
+
+    def _where(self, inner: list[tuple[str, list[Tensor]]], share: TokenPartition, rank: int) -> str:
+        """The path of the first inner module whose outputs are no part of those for all tokens."""
+
+        def is_part(got: Tensor, expected: Tensor) -> bool:  # the first dim may be batch and tokens in one
+            return dim_of_part(got.shape, expected.shape, share.size) == 0 or _is_own(got, expected, share, rank)
+
+        for index, (path, expected) in enumerate(self._inner):
+            got = inner[index][1] if index < len(inner) and inner[index][0] == path else None
+            if got is None or len(got) != len(expected) or not all(map(is_part, got, expected)):
+                return path
+        return "its own forward"
 
 
 @torch.no_grad()
 def uses_random_numbers(block: nn.Module, call: ForwardCall) -> bool:
     """True if the block draws random numbers in training."""
-    args, kwargs = copied((call.args, call.kwargs))
+    args, kwargs = copied(tuple(call))
     device = next(iter(by_place((args, kwargs)).values())).device
     with preserved_rng(), preserved_modes(block):
         before = random_state(device)
@@ -95,27 +126,38 @@ def uses_random_numbers(block: nn.Module, call: ForwardCall) -> bool:
         return not torch.equal(before, random_state(device))
 
 
-def find_stream(block: nn.Module, whole: Whole, lengths: set[int], share: TokenPartition) -> BlockStream | str:
+def find_stream(replay: TokenReplay, lengths: set[int], share: TokenPartition) -> BlockStream | str:
     """The block's token split, or the reason why it computes something else on a part of the tokens.
 
     lengths: the numbers of tokens of all blocks' attention.
     """
     options: dict[str, list[int | None]] = {}
-    for place, tensor in by_place((whole.call.args, whole.call.kwargs)).items():
+    for place, tensor in by_place(tuple(replay.call)).items():
         dims: list[int | None] = [dim for dim in usual(tensor.dim()) if tensor.shape[dim] in lengths]
         if dims:
-            options[place] = [None, *dims] if place in whole.masks else [*dims, None]
-    choices = sorted(islice(product(*(range(len(option)) for option in options.values())), 64 * MOST), key=sum)
-    first_reason: str | None = None
-    for indices in islice(choices, MOST):
-        cut = {place: options[place][index] for place, index in zip(options, indices, strict=True)}
-        dims_cut = {place: dim for place, dim in cut.items() if dim is not None}
+            options[place] = [None, *dims] if place in replay.masks else [*dims, None]
+
+    def attempt(*dims: int | None) -> BlockStream | str:
+        cut = {place: dim for place, dim in zip(options, dims, strict=True) if dim is not None}
         # The last rank's tokens: a block that counts positions itself would compute the first rank's correctly.
-        result = try_part(block, whole, dims_cut, share, share.size - 1)
+        return replay.stream(cut, share, share.size - 1)
+
+    return first_accepted(list(options.values()), attempt) or "it has no argument that goes along the tokens"
+
+
+def first_accepted(options: Sequence[Sequence[Any]], attempt: Callable[..., T | str]) -> T | str | None:
+    """The first result that is no reason, of attempts with one of each of `options`, the earlier ones first.
+
+    Else the first reason; None without attempts.
+    """
+    indices = islice(product(*(range(len(option)) for option in options)), 64 * MOST)
+    first_reason: T | str | None = None
+    for choice in sorted(indices, key=sum)[:MOST]:
+        result = attempt(*(option[index] for option, index in zip(options, choice, strict=True)))
         if not isinstance(result, str):
             return result
         first_reason = first_reason or result
-    return first_reason or "it has no argument that goes along the tokens"
+    return first_reason
 
 
 def usual(num_dims: int) -> list[int]:
@@ -123,119 +165,30 @@ def usual(num_dims: int) -> list[int]:
     return sorted(range(num_dims), key=lambda dim: (dim != num_dims - 2, dim == num_dims - 1, dim))
 
 
-@torch.no_grad()
-def try_part(
-    block: nn.Module, whole: Whole, arguments: Mapping[str, int], share: TokenPartition, rank: int
-) -> BlockStream | str:
-    """The block's token split on the tokens of `rank`, or the reason why it computes something else."""
-    if not arguments:
-        return "it has no argument that goes along the tokens"
-    args, kwargs = changed(copied((whole.call.args, whole.call.kwargs)), partial(share.part, rank=rank), arguments)
-    replay = _Played(whole.attention, share, rank)
-    inner: list[tuple[str, list[Tensor]]] = []
-    try:
-        with watching(block, replay), _noting(block) as inner:
-            outputs = by_place(block(*args, **kwargs))
-    except MISFITS as error:
-        return f"{_where(whole, inner, share, rank)} raises {type(error).__name__}: {error}"
-    if replay.reason is not None:
-        return f"{replay.reason} ({_where(whole, inner, share, rank)} differs first)"
-    dims: dict[str, int] = {}
-    for place, expected in whole.outputs.items():
-        dim = cut_along(outputs.get(place), expected, share, rank)
-        if isinstance(dim, str):
-            return f"{_where(whole, inner, share, rank)} computes something else on a part of the tokens"
-        if dim is not None:
-            dims[place] = dim
-    return BlockStream(dict(arguments), dims, whole.draws)
+def _differences(call: AttentionCall, whole: AttentionCall, share: TokenPartition, rank: int) -> Iterator[str]:
+    """The reasons why a call of attention is not that of the rank's tokens."""
+    for name in ("query", "key", "value"):
+        if not same(getattr(call, name), share.part(getattr(whole, name), -2, rank)):
+            yield f"the {name} of its attention is not that of the part's tokens"
+    if call.is_causal != whole.is_causal:
+        yield "its attention is causal only with all tokens"
+    got, expected = call.attn_mask, whole.attn_mask
+    is_same = got is expected if got is None or expected is None else got.shape == expected.shape
+    if is_same and got is not None and expected is not None and has_values(expected):
+        is_same = torch.equal(got, expected)
+    if not is_same:
+        yield (
+            "it makes the mask, or the bias of relative positions, of its attention itself, from the tokens that it is "
+            "given"
+        )
 
 
-class _Played:
-    """Attention that checks its arguments, and returns its part of the results for all tokens."""
-
-    def __init__(self, whole: AttentionTrace, share: TokenPartition, rank: int) -> None:
-        self._calls = iter(whole.calls)
-        self._share, self._rank = share, rank
-        self.reason: str | None = None
-
-    def __call__(self, call: AttentionCall, attend: Attend) -> Tensor:
-        expected, result = next(self._calls, (None, None))
-        if expected is None or result is None:
-            raise ValueError("attention is called more often than with all tokens")
-        for name in ("query", "key", "value"):
-            if not same(getattr(call, name), self._share.part(getattr(expected, name), -2, self._rank)):
-                self._refuse(f"the {name} of its attention is not that of the part's tokens")
-        if call.is_causal != expected.is_causal:
-            self._refuse("its attention is causal only with all tokens")
-        if not _same_mask(call.attn_mask, expected.attn_mask):
-            self._refuse(
-                "it makes the mask, or the bias of relative positions, of its attention itself, from the tokens that "
-                "it is given"
-            )
-        return self._share.part(result, -2, self._rank)
-
-    def _refuse(self, reason: str) -> None:
-        self.reason = self.reason or reason
-
-
-def same(got: Tensor, expected: Tensor) -> bool:
-    """True if two tensors agree up to rounding; without values, if their shapes and dtypes agree."""
-    if got.shape != expected.shape or got.dtype != expected.dtype:
-        return False
-    if not (has_values(got) and has_values(expected)):
-        return True
-    if not expected.is_floating_point():
-        return torch.equal(got, expected)
-    close = max(CLOSE, 8 * torch.finfo(expected.dtype).eps)
-    return bool((got - expected).norm() <= close * expected.norm() + 1e-6)
-
-
-def _same_mask(got: Tensor | None, expected: Tensor | None) -> bool:
-    if got is None or expected is None:
-        return got is expected
-    if not expected.is_floating_point() or got.shape != expected.shape or not has_values(expected):
-        return same(got, expected)
-    hidden, expected_hidden = got < HIDDEN, expected < HIDDEN
-    return same(hidden, expected_hidden) and same(got.masked_fill(hidden, 0), expected.masked_fill(hidden, 0))
-
-
-def has_values(tensor: Tensor) -> bool:
-    """True if a tensor has values: it is neither on meta nor fake."""
-    from torch._subclasses.fake_tensor import FakeTensor
-
-    return not (tensor.is_meta or isinstance(tensor, FakeTensor))
-
-
-def cut_along(got: Tensor | None, whole: Tensor, share: TokenPartition, rank: int) -> int | None | str:
-    """The dim along which `got` is the rank's part; None if it is the whole; a reason if it is neither."""
-    if got is None:
-        return "there is no such output"
-    if got.shape == whole.shape:
-        return None if same(got, whole) else "it is another"
-    for dim in range(min(got.dim(), whole.dim())):
-        is_part = got.shape[dim] * share.size == whole.shape[dim] and whole.shape[dim] % share.pieces == 0
-        if is_part and same(got, share.part(whole, dim, rank)):
-            return dim
-    return "it is no part of the whole"
-
-
-def _where(whole: Whole, inner: list[tuple[str, list[Tensor]]], share: TokenPartition, rank: int) -> str:
-    """The path of the first inner module whose outputs are no part of those for all tokens."""
-    for index, (path, expected) in enumerate(whole.inner):
-        if index >= len(inner) or inner[index][0] != path:
-            return path
-        got = inner[index][1]
-        pairs = zip(got, expected, strict=False)
-        if len(got) != len(expected) or any(isinstance(_part_of(*pair, share, rank), str) for pair in pairs):
-            return path
-    return "its own forward"
-
-
-def _part_of(got: Tensor, whole: Tensor, share: TokenPartition, rank: int) -> int | None | str:
-    """`cut_along`, but accept a batch and tokens in one dim."""
-    dim = cut_along(got, whole, share, rank)
-    is_flat = got.dim() > 0 and got.shape[0] * share.size == whole.shape[0] and got.shape[1:] == whole.shape[1:]
-    return None if isinstance(dim, str) and is_flat else dim
+def _is_own(got: Tensor, whole: Tensor, share: TokenPartition, rank: int) -> bool:
+    """True if `got` is the rank's part of the whole along some dim, or all of it."""
+    dim = dim_of_part(got.shape, whole.shape, share.size)
+    if dim is None:
+        return same(got, whole)
+    return whole.shape[dim] % share.pieces == 0 and same(got, share.part(whole, dim, rank))
 
 
 @contextmanager
@@ -255,67 +208,3 @@ def _noting(block: nn.Module) -> Iterator[list[tuple[str, list[Tensor]]]]:
 
 def _storage(tensor: Tensor) -> Any:
     return StorageWeakRef(tensor.untyped_storage())
-
-
-@dataclass
-class BlockCalls:
-    path: str
-    kind: Any
-    """Equal for blocks that can be analysed as one."""
-    origins: dict[str, tuple[str, str]]
-    """By place of an argument that an earlier block returned: its path, and the place in its output."""
-    num_calls: int = 1
-    outputs: dict[str, Tensor] = field(default_factory=dict)
-
-
-@dataclass
-class Evaluation:
-    """The blocks in order of their first calls, one call of each kind, and the model's output."""
-
-    blocks: dict[str, BlockCalls]
-    calls: dict[Any, ForwardCall]
-    output: Any
-
-
-def evaluate(model: nn.Module, blocks: Mapping[str, nn.Module], run: EvaluateModel) -> Evaluation:
-    """Run the model once, in eval mode and without gradients."""
-    seen: dict[str, BlockCalls] = {}
-    calls: dict[Any, ForwardCall] = {}
-    outputs: dict[int, tuple[Tensor, tuple[str, str]]] = {}  # by id; kept alive so that ids stay unique
-
-    def before(path: str, block: nn.Module, args: Any, kwargs: Any) -> None:
-        if path in seen:
-            seen[path].num_calls += 1
-            return
-        tensors = by_place((args, kwargs))
-        origins = {place: outputs[id(tensor)][1] for place, tensor in tensors.items() if id(tensor) in outputs}
-        kind = _kind(block, tensors, origins)
-        if kind not in calls:
-            calls[kind] = ForwardCall(*copied((args, kwargs)))  # blocks may fill caches among them
-        seen[path] = BlockCalls(path, kind, origins)
-
-    def after(path: str, block: nn.Module, args: Any, output: Any) -> None:
-        seen[path].outputs = by_place(output)
-        outputs.update({id(tensor): (tensor, (path, place)) for place, tensor in seen[path].outputs.items()})
-
-    with ExitStack() as hooks, evaluating(model):
-        for path, block in blocks.items():
-            hooks.enter_context(block.register_forward_pre_hook(partial(before, path), with_kwargs=True))
-            hooks.enter_context(block.register_forward_hook(partial(after, path)))
-        return Evaluation(seen, calls, run(model))
-
-
-def copied(data: Any) -> Any:
-    """A deep copy of `data`; tensors in its containers become detached clones."""
-    return copy.deepcopy(data, {id(tensor): tensor.detach().clone() for tensor in by_place(data).values()})
-
-
-def changed(data: Any, change: Callable[[Tensor, int], Tensor], dims: Mapping[str, int]) -> Any:
-    """`data` with `change(tensor, dim)` at the places of `dims`."""
-    return map_by_place(lambda place, tensor: change(tensor, dims[place]) if place in dims else tensor, data)
-
-
-def _kind(block: nn.Module, tensors: Mapping[str, Tensor], origins: Mapping[str, Any]) -> Any:
-    parameters = tuple((name, tuple(p.shape)) for name, p in block.named_parameters(remove_duplicate=False))
-    arguments = tuple((place, tuple(tensor.shape), place in origins) for place, tensor in tensors.items())
-    return type(block), parameters, arguments

@@ -13,9 +13,8 @@ then on. All other modules stay unchanged. Fake tensors have no values, so shape
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Set
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Set
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -33,17 +32,8 @@ from atorch.model.wrapper import override
 from atorch.runtime.sequence_parallel.attention import Exchange, exchange_attention
 from atorch.runtime.sequence_parallel.split_validation import (
     BlockStream,
-    Evaluation,
-    Whole,
-    changed,
-    copied,
-    cut_along,
-    evaluate,
+    TokenReplay,
     find_stream,
-    run_whole,
-    same,
-    try_part,
-    uses_random_numbers,
     usual,
 )
 from atorch.runtime.sequence_parallel.token_partition import (
@@ -53,8 +43,14 @@ from atorch.runtime.sequence_parallel.token_partition import (
     own_tokens,
     split_tokens,
 )
-from atorch.runtime.tensor_parallel.derive.block_sandbox import ForwardCall, by_place
-from atorch.runtime.tensor_parallel.derive.split_validation import MISFITS, EvaluateModel
+from atorch.runtime.tensor_parallel.derive.block_sandbox import (
+    EvaluateModel,
+    Evaluation,
+    ForwardCall,
+    by_place,
+    changed,
+)
+from atorch.runtime.tensor_parallel.derive.split_validation import first_reason, same
 from atorch.runtime.tensor_parallel.sharded_activation import SplitTensor, whole_of
 
 ENDS = "_ends_of_stream"  # attribute of a block that holds its scatter and gather
@@ -81,7 +77,7 @@ def split_stream(
     blocks = repeated_blocks(model)
     if not blocks:
         raise StrategyError(f"{type(model).__name__} has no repeated blocks, whose tokens could be split")
-    evaluation = evaluate(model, blocks, run)
+    evaluation = Evaluation(model, blocks, run)
     with evaluating(model):
         by_kind = _by_kind(blocks, evaluation, share, exchange)
     streams = linked(evaluation, {path: by_kind[calls.kind] for path, calls in evaluation.blocks.items()})
@@ -90,8 +86,8 @@ def split_stream(
     for path, stream in streams.items():
         exchange_attention(blocks[path], exchange)
         install(blocks[path], stream, share, stays_split=outside)
-    for path, way in by_token.items():
-        compute_by_token(model.get_submodule(path), way, share)
+    for path, stream in by_token.items():
+        install(model.get_submodule(path), stream, share, stays_split=True, is_optional=True)
     with evaluating(model):
         check_output(model, by_place(evaluation.output), by_place(run(model)), share.group)
     return streams
@@ -101,11 +97,11 @@ def _by_kind(
     blocks: Mapping[str, nn.Module], evaluation: Evaluation, share: TokenPartition, exchange: Exchange
 ) -> dict[Any, BlockStream]:
     """The token split of each kind of block, the same on all ranks."""
-    paths = {calls.kind: calls.path for calls in reversed(evaluation.blocks.values())}
-    wholes = {kind: run_whole(blocks[paths[kind]], call) for kind, call in evaluation.calls.items()}
-    lengths = {length for whole in wholes.values() for length in whole.attention.lengths}
+    paths = evaluation.examples
+    replays = {kind: TokenReplay(blocks[paths[kind]], call) for kind, call in evaluation.calls.items()}
+    lengths = {length for replay in replays.values() for length in replay.lengths}
     streams: dict[Any, BlockStream] = {}
-    for kind, whole in wholes.items():
+    for kind, replay in replays.items():
         path, block = paths[kind], blocks[paths[kind]]
         if not lengths:
             raise StrategyError(
@@ -118,12 +114,13 @@ def _by_kind(
                 f"the attention of {path} has {uneven[0]} tokens, which cannot be cut into {share.pieces} equal "
                 f"pieces; give sequences whose length is a multiple of {share.pieces}, or the axis another size"
             )
-        for call, _ in whole.attention.calls:
+        for call, _ in replay.attention:
             if (reason := exchange.unfit(call)) is not None:
                 raise StrategyError(f"the attention of {path} cannot be split: {reason}")
-        stream = find_stream(block, whole, lengths, share)
+        stream = find_stream(replay, lengths, share)
         if not isinstance(stream, str):
-            stream = _agreed(block, whole, stream, share)
+            own = replay.stream(stream.arguments, share, share.rank)
+            stream = first_reason(own if isinstance(own, str) else None, share.group) or stream
         if isinstance(stream, str):
             raise StrategyError(
                 f"the tokens of {path} ({type(block).__name__}) cannot be split: {stream}. Everything but "
@@ -132,13 +129,6 @@ def _by_kind(
             )
         streams[kind] = stream
     return streams
-
-
-def _agreed(block: nn.Module, whole: Whole, stream: BlockStream, share: TokenPartition) -> BlockStream | str:
-    """The stream, or the reason why some rank computes something else on its tokens."""
-    result = try_part(block, whole, stream.arguments, share, share.rank)
-    reasons = gather_objects(result if isinstance(result, str) else None, share.group)
-    return next((reason for reason in reasons if reason is not None), stream)
 
 
 def linked(seen: Evaluation, streams: Streams) -> Streams:
@@ -159,16 +149,23 @@ def linked(seen: Evaluation, streams: Streams) -> Streams:
     return {path: replace(streams[path], arguments=arguments[path], outputs=outputs[path]) for path in streams}
 
 
-def install(block: nn.Module, stream: BlockStream, share: TokenPartition, *, stays_split: bool = False) -> None:
+def install(
+    block: nn.Module,
+    stream: BlockStream,
+    share: TokenPartition,
+    *,
+    stays_split: bool = False,
+    is_optional: bool = False,
+) -> None:
     """Cut the arguments of `block` to its rank's tokens, and gather its outputs, as in `stream`.
 
-    stays_split: gather only when a caller needs all tokens.
+    stays_split: gather only when a caller needs all tokens. is_optional: then leave calls alone that cannot be cut.
     """
     if stream.draws:
         override(block, "forward", drawing, share.rank)
     if stays_split:
-        vars(block)[ENDS] = partial(_scatter, stream.arguments, share), partial(_gather, stream.outputs, share, True)
-        override(block, "__call__", _streamed)  # blocks of one class still share one
+        vars(block)[ENDS] = stream, share
+        override(block, "__call__", _streamed, is_optional)  # blocks of one class still share one
         return
     if stream.arguments:
         block.register_forward_pre_hook(partial(_scatter, stream.arguments, share), with_kwargs=True)
@@ -176,15 +173,29 @@ def install(block: nn.Module, stream: BlockStream, share: TokenPartition, *, sta
         block.register_forward_hook(partial(_gather, stream.outputs, share, False))
 
 
-def _streamed(original: Callable[..., Any]) -> Callable[..., Any]:
+def _streamed(original: Callable[..., Any], is_optional: bool) -> Callable[..., Any]:
     """Wraps the call with its hooks: the code of a compiled block gets plain tensors."""
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        scatter, gather = vars(self)[ENDS]
-        args, kwargs = scatter(self, args, kwargs)
-        return gather(self, args, original(self, *args, **kwargs))
+        stream, share = vars(self)[ENDS]
+        if is_optional and not _can_be_cut((args, kwargs), stream, share):
+            return original(self, *args, **kwargs)
+        args, kwargs = _scatter(stream.arguments, share, self, args, kwargs)
+        return _gather(stream.outputs, share, True, self, args, original(self, *args, **kwargs))
 
     return call
+
+
+def _can_be_cut(arguments: Any, stream: BlockStream, share: TokenPartition) -> bool:
+    ((place, dim),) = stream.arguments.items()
+    if torch.compiler.is_compiling() or (tensors := by_place(arguments)).keys() != {place}:
+        return False
+    tensor = tensors[place]
+    if tensor.dim() <= dim or tensor.shape[dim] % share.pieces:
+        return False
+    if isinstance(tensor, SplitTensor) and isinstance(tensor._layout, Tokens):
+        return is_by_tokens(tensor, dim)
+    return not tensor.requires_grad  # a gathered stream is not cut again
 
 
 def _scatter(dims: Mapping[str, int], share: TokenPartition, _: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -228,66 +239,24 @@ def _plain(tensor: Tensor) -> Tensor:
     return whole_of(tensor) if isinstance(tensor, SplitTensor) else tensor
 
 
-@dataclass(frozen=True)
-class ByToken:
-    """The token split of a module that works token by token."""
-
-    place: str
-    """The place of the argument that is cut by tokens."""
-    input_dim: int
-    """Its dim of tokens, counted from the first."""
-    output_dim: int
-    """The result's dim of tokens."""
-    draws: bool
-    """True if it draws random numbers in training."""
-
-
 @torch.no_grad()
 def find_by_token(
     model: nn.Module, blocks: Mapping[str, nn.Module], run: EvaluateModel, dims: Set[int], share: TokenPartition
-) -> dict[str, ByToken]:
+) -> Streams:
     """Modules outside of `blocks`, by path, that compute the same on a rank's tokens, on all ranks.
 
     Args:
         dims: the dims of tokens in the blocks' outputs; results must have one of these.
     """
     by_path = {}
+    evaluation = Evaluation(model, dict(outside_of(model, blocks.keys())), run)
     with evaluating(model):
-        with _called(dict(outside_of(model, blocks.keys()))) as calls:
-            run(model)
-        for path, (call, result) in calls.items():
-            way = None if call is None else _way(model.get_submodule(path), call, result, dims, share)
+        for path, calls in evaluation.blocks.items():
+            way = _way(model.get_submodule(path), evaluation.calls[calls.kind], dims, share)
             ways = gather_objects(way, share.group)
             if way is not None and all(other == way for other in ways):
                 by_path[path] = way
     return by_path
-
-
-def compute_by_token(module: nn.Module, way: ByToken, share: TokenPartition) -> None:
-    """Let `module` compute on its rank's tokens of any argument; in place."""
-    if way.draws:
-        override(module, "forward", drawing, share.rank)
-    override(module, "__call__", _by_token, way, share)
-
-
-def _by_token(original: Callable[..., Any], way: ByToken, share: TokenPartition) -> Callable[..., Any]:
-    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        tensors = by_place((args, kwargs))
-        tensor = tensors.get(way.place)
-        if tensor is None or len(tensors) > 1 or not _can_be_cut(tensor, way, share):
-            return original(self, *args, **kwargs)
-        args, kwargs = changed((args, kwargs), partial(own_tokens, share=share), {way.place: way.input_dim})
-        return split_tokens(original(self, *args, **kwargs), share, way.output_dim)
-
-    return call
-
-
-def _can_be_cut(tensor: Tensor, way: ByToken, share: TokenPartition) -> bool:
-    if torch.compiler.is_compiling() or tensor.dim() <= way.input_dim or tensor.shape[way.input_dim] % share.pieces:
-        return False
-    if isinstance(tensor, SplitTensor) and isinstance(tensor._layout, Tokens):
-        return is_by_tokens(tensor, way.input_dim)
-    return not tensor.requires_grad  # a gathered stream is not cut again
 
 
 def drawing(original: Callable[..., Any], rank: int) -> Callable[..., Any]:
@@ -305,42 +274,27 @@ def drawing(original: Callable[..., Any], rank: int) -> Callable[..., Any]:
     return forward
 
 
-@contextmanager
-def _called(modules: Mapping[str, nn.Module]) -> Iterator[dict[str, tuple[ForwardCall | None, Any]]]:
-    """Record first calls of modules and their results; (None, None) without exactly one tensor in and out."""
-    calls: dict[str, tuple[ForwardCall | None, Any]] = {}
+def _way(module: nn.Module, call: ForwardCall, dims: Set[int], share: TokenPartition) -> BlockStream | None:
+    """The token split with which a module of one tensor computes the same on this rank's tokens, or None."""
+    tensors = by_place(tuple(call))
+    if len(tensors) != 1 or any(isinstance(submodule, _BatchNorm) for submodule in module.modules()):
+        return None  # in training, statistics of a batch norm are those of all tokens
+    ((place, tensor),), replay = tensors.items(), TokenReplay(module, call)
 
-    def note(path: str, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        is_plain = isinstance(output, Tensor) and len(by_place((args, kwargs))) == 1
-        if path not in calls:
-            calls[path] = (ForwardCall(*copied((args, kwargs))), output.clone()) if is_plain else (None, None)
+    def made(arguments: Any) -> Any:  # fake tensors have no values
+        is_fake = dist.get_backend(share.group) == "fake"
+        run = partial(module, *arguments[0], **arguments[1])
+        return made_alone(run, by_place(arguments).values())[1] if is_fake else None
 
-    with ExitStack() as hooks:
-        for path, module in modules.items():
-            hooks.enter_context(module.register_forward_hook(partial(note, path), with_kwargs=True))
-        yield calls
-
-
-def _way(module: nn.Module, call: ForwardCall, result: Tensor, dims: Set[int], share: TokenPartition) -> ByToken | None:
-    """The token split with which a module computes the same on this rank's tokens, or None."""
-    if any(isinstance(submodule, _BatchNorm) for submodule in module.modules()):
-        return None  # in training its statistics are those of all tokens
-    ((place, tensor),) = by_place((call.args, call.kwargs)).items()
-    is_fake, shapes_of_all = dist.get_backend(share.group) == "fake", None
-    if is_fake:
-        _, shapes_of_all = made_alone(partial(module, *call.args, **call.kwargs), [tensor])
+    if replay.attention or replay.outputs.keys() != {""}:  # one tensor, computed without attention
+        return None
     for dim in usual(tensor.dim()):
         if tensor.shape[dim] % share.pieces or tensor.shape[dim] < share.pieces:
             continue
-        args, kwargs = changed(copied((call.args, call.kwargs)), share.part, {place: dim})
-        try:
-            run = partial(module, *args, **kwargs)
-            got, shapes = made_alone(run, by_place((args, kwargs)).values()) if is_fake else (run(), None)
-        except MISFITS:
+        cut = {place: dim}
+        stream = replay.stream(cut, share, share.rank)
+        if isinstance(stream, str) or stream.outputs.get("") not in dims:
             continue
-        if shapes != shapes_of_all:
-            continue
-        result_dim = cut_along(got, result, share, share.rank) if isinstance(got, Tensor) else None
-        if isinstance(result_dim, int) and result_dim in dims:
-            return ByToken(place, dim, result_dim, uses_random_numbers(module, call))
+        if made(tuple(call)) == made(changed(tuple(call), share.part, cut)):
+            return stream
     return None

@@ -26,8 +26,15 @@ from atorch.model.structure import parameter_names
 from atorch.runtime.tensor_parallel.apply import ShardingContext, split_block
 from atorch.runtime.tensor_parallel.derive import derive
 from atorch.runtime.tensor_parallel.derive.attention_heads import make_splittable, with_attributes
-from atorch.runtime.tensor_parallel.derive.block_sandbox import ForwardCall, MatmulUse, SeeProducts, fresh, sandboxed
-from atorch.runtime.tensor_parallel.derive.split_validation import EvaluateModel, Ranks, Watched, why_refused
+from atorch.runtime.tensor_parallel.derive.block_sandbox import (
+    EvaluateModel,
+    ForwardCall,
+    MatmulUse,
+    SeeProducts,
+    fresh,
+    sandboxed,
+)
+from atorch.runtime.tensor_parallel.derive.split_validation import Ranks, Watched, why_refused
 from atorch.runtime.tensor_parallel.layout import BlockLayout, Rows, SplitRegion, Unsplit
 from atorch.runtime.tensor_parallel.layout_selection import settled
 from atorch.runtime.tensor_parallel.model_layout import (
@@ -101,7 +108,7 @@ def tensor_parallel(
     else:
         call_on_all_ranks("tensor_parallel", lambda: described_call(model, plan=plan, **options), check, group=group)
     make_splittable(model)
-    ranks = Ranks.of(mesh)
+    ranks = Ranks(mesh.size(), mesh)
     watched = all_or_none(lambda: Watched(model, run), group)
     sums = ranks.gather(watched.sums)
     if any(other != sums[0] for other in sums):
@@ -109,10 +116,10 @@ def tensor_parallel(
             f"the ranks of the tensor axis compute other outputs (sums {sums}); give all of them the same weights "
             "and the same batch before the model is split"
         )
-    with Originals(model):  # trials work on copies of blocks
+    with Originals(model), preserved_rng():  # trials work on copies of blocks
         layout = _derive(model, watched, ranks, plan, parameter_bytes, only)
     if only is not None:
-        layout = with_those_alone(layout, model, run, only)
+        layout = with_those_alone(layout, model, watched, only)
     apply_layout(model, layout, mesh, as_dtensors=as_dtensors, loss_parallel=loss_parallel)
     watched.check(model, run)
     return layout
@@ -134,8 +141,8 @@ def derive_layout(
     check_names(model, plan or {})
     make_splittable(model)
     watched = Watched(model, run)
-    with Originals(model):
-        return _derive(model, watched, Ranks.alone(degree), plan, parameter_bytes)
+    with Originals(model), preserved_rng():
+        return _derive(model, watched, Ranks(degree), plan, parameter_bytes)
 
 
 def apply_layout(
@@ -217,8 +224,7 @@ def _candidates(
         layout = BlockLayout((), (Unsplit("", "the batch did not reach it"),))
         if paths[0] in watched.calls:
             first, is_named = paths[0], plan is not None or only is not None
-            with preserved_rng():
-                layout = _derive_block(watched.blocks[first], first, watched.calls[first], degree, plan, is_named)
+            layout = _derive_block(watched.blocks[first], first, watched.calls[first], degree, plan, is_named)
         layouts.update({path: layout if only is None else groups_among(layout, path, only) for path in allowed})
     return layouts
 
@@ -260,11 +266,10 @@ def _trial(
     key = kind.paths[0], frozenset(group.row for group in groups)
     if groups and key not in tried:
         block, call = watched.example(kind.paths[0])
-        with preserved_rng():
-            clone = sandboxed(block)
-            layout = with_draws(clone, BlockLayout(groups), call)
-            layout = with_attributes(clone, layout, call, ranks)
-            tried[key] = layout if ranks.mesh is None else _accepted(clone, layout, call, ranks.mesh)
+        clone = sandboxed(block)
+        layout = with_draws(clone, BlockLayout(groups), call)
+        layout = with_attributes(clone, layout, call, ranks)
+        tried[key] = layout if ranks.mesh is None else _accepted(clone, layout, call, ranks.mesh)
     return tried[key] if groups else BlockLayout(())
 
 

@@ -15,13 +15,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from atorch.distributed.rng import preserved_rng
 from atorch.errors import StrategyError
 from atorch.runtime.tensor_parallel.apply import place_of
 from atorch.runtime.tensor_parallel.derive.block_sandbox import (
@@ -127,21 +127,35 @@ class Counted(NamedTuple):
 def counted(block: nn.Module, layout: BlockLayout, call: ForwardCall) -> dict[str, Counted]:
     """The counts of each group, by its row; groups may overlap."""
     work: dict[str, float] = {}
-    sent = {group.row: _Sent() for group in layout.groups}
+    sent: dict[str, list[Tensor]] = {group.row: [] for group in layout.groups}
 
     def note(product: MatmulUse, compute: Callable[[], Tensor]) -> Tensor:
         result = compute()
         work[product.weight] = work.get(product.weight, 0.0) + 2.0 * result.numel() * product.input.shape[-1]
         return result
 
+    def summed(tensors: list[Tensor], _: nn.Module, args: Any, output: Any) -> None:
+        tensors += tensors_of(output)[:1]
+
+    def forked(tensors: list[Tensor], recorded: set[int], _: nn.Module, args: Any, kwargs: Any) -> None:
+        for tensor in tensors_of((args, kwargs)):
+            if tensor.requires_grad and id(tensor) not in recorded:  # each once; the list keeps it alive
+                recorded.add(id(tensor))
+                tensors.append(tensor)
+
     parameters = dict(block.named_parameters())
     (args, kwargs), _ = fresh(call)
     with ExitStack() as hooks, torch.enable_grad(), SeeProducts(parameters, note):
         for group in layout.groups:
-            _watch(hooks, block, group, sent[group.row])
+            tensors = sent[group.row]
+            hooks.enter_context(place_of(block, group.row)[0].register_forward_hook(partial(summed, tensors)))
+            for names in group.forks:
+                hook = partial(forked, tensors, set())
+                for module in dict.fromkeys(place_of(block, name)[0] for name in names):
+                    hooks.enter_context(module.register_forward_pre_hook(hook, with_kwargs=True))
         block(*args, **kwargs)
     return {
-        group.row: Counted(_spared(group, parameters, work), sum(tensor.numel() for tensor in sent[group.row].tensors))
+        group.row: Counted(_spared(group, parameters, work), sum(tensor.numel() for tensor in sent[group.row]))
         for group in layout.groups
     }
 
@@ -154,34 +168,6 @@ def spared_share(rows: Rows, size: int) -> float:
 def _spared(group: SplitRegion, parameters: Mapping[str, nn.Parameter], work: Mapping[str, float]) -> float:
     rows = {**group.columns, group.row: group.row_part}
     return sum(work[name] * spared_share(part, parameters[name].shape[part.dim]) for name, part in rows.items())
-
-
-class _Sent:
-    def __init__(self) -> None:
-        self.tensors: list[Tensor] = []
-
-    def summed(self, module: nn.Module, args: Any, output: Any) -> None:
-        self.tensors += tensors_of(output)[:1]
-
-    def forked(self) -> Callable[..., None]:
-        """A hook that records the arguments of one fork's modules, each tensor once."""
-        recorded: list[Tensor] = []
-
-        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            for tensor in tensors_of((args, kwargs)):
-                if tensor.requires_grad and all(tensor is not other for other in recorded):
-                    recorded.append(tensor)
-                    self.tensors.append(tensor)
-
-        return hook
-
-
-def _watch(hooks: ExitStack, block: nn.Module, group: SplitRegion, sent: _Sent) -> None:
-    hooks.enter_context(place_of(block, group.row)[0].register_forward_hook(sent.summed))
-    for names in group.forks:
-        hook = sent.forked()
-        for module in dict.fromkeys(place_of(block, name)[0] for name in names):
-            hooks.enter_context(module.register_forward_pre_hook(hook, with_kwargs=True))
 
 
 NOT_NEEDED = "a process holds no more than parameter_bytes without that"
@@ -235,8 +221,7 @@ def _counted(kind: Alike, watched: Watched) -> dict[str, Counted]:
     if not kind.layout.groups:
         return {}
     block, call = watched.example(kind.paths[0])
-    with preserved_rng():
-        return counted(sandboxed(block), kind.layout, call)
+    return counted(sandboxed(block), kind.layout, call)
 
 
 def _of_group(model: nn.Module, kind: Alike, group: SplitRegion, counts: Counted) -> Option:

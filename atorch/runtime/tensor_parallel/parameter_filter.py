@@ -6,25 +6,20 @@ are summed. Both need that no other module uses the parameter, which one recorde
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Set
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Set
 from dataclasses import replace
-from typing import Any
 
-from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
+from torch import nn
 
-from atorch.model.state import evaluating, preserved_state
 from atorch.model.structure import parameter_names
 from atorch.runtime.tensor_parallel.derive.block_sandbox import MatmulUse
-from atorch.runtime.tensor_parallel.derive.split_validation import EvaluateModel
+from atorch.runtime.tensor_parallel.derive.split_validation import Watched
 from atorch.runtime.tensor_parallel.layout import BlockLayout, Rows, Unsplit
 from atorch.runtime.tensor_parallel.model_layout import Alike, ModelLayout, full_name
 from atorch.runtime.tensor_parallel.vocabulary import Vocabulary, holders_of
 
 
-def derive_alone(model: nn.Module, run: EvaluateModel, among: Set[str], cut: Iterable[str], degree: int) -> Vocabulary:
+def derive_alone(model: nn.Module, watched: Watched, among: Set[str], cut: Iterable[str], degree: int) -> Vocabulary:
     """Splits of single matrices `among` the model's parameters that no split of `cut` takes.
 
     among: full names, which must include all names of a tied parameter.
@@ -38,13 +33,12 @@ def derive_alone(model: nn.Module, run: EvaluateModel, among: Set[str], cut: Ite
         and all(_is_known(name, module) for name, module in holders.items())
     }
     splits = Vocabulary({}, {}, {})
-    if not selected:
-        return splits
-    uses = _Uses({key: frozenset(holders.values()) for key, holders in selected.items()})
-    with preserved_state(model), evaluating(model), uses.watching(), uses:
-        run(model)
     for key, holders in selected.items():
-        reason, others = uses.why_whole(key), sorted(holders.keys() - among)
+        num_calls = [watched.num_calls[module] for module in set(holders.values())]
+        others = sorted(holders.keys() - among)
+        reason = None if all(num_calls) else "the batch did not reach it"
+        if watched.uses[key] > sum(num_calls):  # a call is one use
+            reason = "it is used outside of the modules that hold it"
         if others:
             reason = f"it is tied to {', '.join(others)}, which is not to be split"
         rows = Rows.even(0, model.get_parameter(next(iter(holders))).shape[0], degree)
@@ -58,46 +52,6 @@ def _is_known(name: str, module: nn.Module) -> bool:
     kind = next((cls for cls in (nn.Linear, nn.Embedding) if isinstance(module, cls)), None)
     is_own = kind is not None and type(module).forward is kind.forward and "forward" not in vars(module)
     return is_own and name.rpartition(".")[2] == "weight"
-
-
-class _Uses(TorchFunctionMode):
-    """Records parameters that are used while no module that holds them computes, and modules that are called."""
-
-    def __init__(self, holders: Mapping[int, Set[nn.Module]]) -> None:
-        super().__init__()
-        self._holders = holders  # by the parameter's id
-        self._computing: list[nn.Module] = []
-        self._called: set[nn.Module] = set()
-        self._elsewhere: set[int] = set()
-
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Record inside when the holders compute."""
-        with ExitStack() as stack:
-            for module in {module for held in self._holders.values() for module in held}:
-                stack.enter_context(module.register_forward_pre_hook(self._enter))
-                stack.enter_context(module.register_forward_hook(self._leave))
-            yield
-
-    def _enter(self, module: nn.Module, args: Any) -> None:
-        self._computing.append(module)
-        self._called.add(module)
-
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._computing.pop()
-
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        used = set(map(id, tree_leaves((args, kwargs)))) & self._holders.keys()
-        if used and any(isinstance(leaf, Tensor) for leaf in tree_leaves(result)):  # not a size or a dtype
-            self._elsewhere |= {key for key in used if self._holders[key].isdisjoint(self._computing)}
-        return result
-
-    def why_whole(self, parameter: int) -> str | None:
-        """The reason why a parameter, by its id, cannot be split by itself, or None."""
-        if parameter in self._elsewhere:
-            return "it is used outside of the modules that hold it"
-        return None if self._holders[parameter] <= self._called else "the batch did not reach it"
 
 
 def has_pair(block: nn.Module, path: str, only: Set[str]) -> bool:
@@ -128,13 +82,13 @@ def vocabulary_among(
     return vocabulary.without(dropped, biases)
 
 
-def with_those_alone(layout: ModelLayout, model: nn.Module, run: EvaluateModel, only: Set[str]) -> ModelLayout:
+def with_those_alone(layout: ModelLayout, model: nn.Module, watched: Watched, only: Set[str]) -> ModelLayout:
     """The layout with layers that are split by themselves; of kept parameters it lists only those in `only`."""
     cut = {
         full_name(path, name) for path, block in layout.blocks.items() for group in block.groups for name in group.rows
     }
     cut |= {*layout.vocabulary.lookups, *layout.vocabulary.logits}
-    alone = derive_alone(model, run, only, cut, layout.degree)
+    alone = derive_alone(model, watched, only, cut, layout.degree)
     covered = {*alone.lookups, *alone.logits, *(unsplit.name for unsplit in alone.kept)}
     listed = {name for name in only if name not in covered}
     kept = tuple(unsplit for unsplit in layout.vocabulary.kept if unsplit.name in listed)

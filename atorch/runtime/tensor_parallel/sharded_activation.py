@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,8 +22,6 @@ from torch.utils._pytree import tree_map_only
 from typing_extensions import Self
 
 from atorch.distributed.collectives import checked_barrier
-
-T = TypeVar("T")
 
 
 class TrackedDim:
@@ -47,12 +45,10 @@ class DimSharding(TrackedDim):
 
     group: dist.ProcessGroup
     """The ranks that have the parts."""
+    total: int
+    """The length of the whole."""
     averages_gradients = False
     """True if parameters get the average of the gradients that ranks compute from their parts."""
-
-    def length(self, part: int) -> int:
-        """The length of the whole, for a part of length `part`."""
-        raise NotImplementedError
 
     def take(self, whole: Tensor, dim: int) -> Tensor:
         raise NotImplementedError
@@ -77,7 +73,56 @@ class DimSharding(TrackedDim):
         """Called before all ranks gather a tensor of `shape` for the function `name`."""
 
 
-class SplitTensor(Tensor):
+class PartialTensor(Tensor):
+    """A tensor that some functions compute with in part; any other function is called on the whole one."""
+
+    _is_whole: bool
+    """True if the whole was computed."""
+    _reading: frozenset[Callable[..., Any]] = frozenset()
+    """Functions that read values of these tensors, and of no others."""
+
+    @classmethod
+    def on_part(cls, func: Callable[..., Any], tensor: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of a function of `tensor` and more in part; NotImplemented if it needs the whole."""
+        return NotImplemented
+
+    def read(self, func: Callable[..., Any], is_written: bool) -> Tensor:
+        """The whole, for a function that may write it."""
+        raise NotImplementedError
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if reads_no_values(func) and func not in cls._reading:
+            with as_tensors():
+                return func(*args, **kwargs)
+        if args and isinstance(args[0], cls) and not args[0]._is_whole:
+            result = cls.on_part(func, args[0], args[1:], kwargs)
+            if result is not NotImplemented:
+                return result
+        is_written = writes(func) or "out" in kwargs
+        by_tensor: dict[int, PartialTensor] = {}
+
+        def whole(argument: PartialTensor) -> Tensor:
+            tensor = argument.read(func, is_written)
+            by_tensor[id(tensor)] = argument
+            return tensor
+
+        whole_args, whole_kwargs = tree_map_only(cls, whole, (args, kwargs))
+        result = func(*whole_args, **whole_kwargs)
+        return by_tensor.get(id(result), result)  # an argument that is returned keeps its class
+
+
+def strides_of_whole(part: Tensor, axis: int, total: int) -> list[int]:
+    """The strides of a tensor like `part`, with `total` elements along `axis`."""
+    size = part.shape[axis]
+    return [  # strides that step over whole parts grow by the same factor as the dim
+        stride // size * total if size and dim != axis and part.stride(axis) <= stride else stride
+        for dim, stride in enumerate(part.stride())
+    ]
+
+
+class SplitTensor(PartialTensor):
     """A tensor of which this rank holds a part along one dim."""
 
     _part: Tensor
@@ -89,22 +134,12 @@ class SplitTensor(Tensor):
     @staticmethod
     def __new__(cls, part: Tensor, layout: DimSharding, axis: int) -> Self:
         """Wrap `part`, detached; its dim `axis` is the split one."""
-        part_size, total = part.shape[axis], layout.length(part.shape[axis])
-        sizes = [total if dim == axis else size for dim, size in enumerate(part.shape)]
-        # Strides that step over whole parts grow by the same factor as the dim.
-        strides = [
-            stride // part_size * total if part_size and dim != axis and part.stride(axis) <= stride else stride
-            for dim, stride in enumerate(part.stride())
-        ]
+        sizes = [layout.total if dim == axis else size for dim, size in enumerate(part.shape)]
+        strides = strides_of_whole(part, axis, layout.total)
         split: Self = Tensor._make_wrapper_subclass(cls, sizes, strides=strides, dtype=part.dtype, device=part.device)
         split._part, split._layout, split._axis = part.detach(), layout, axis
         split._whole = split._origin = None
         return split
-
-    @classmethod
-    def on_part(cls, func: Callable[..., Any], split: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The result of a function of `split` and more on the ranks' parts; NotImplemented if it needs the whole."""
-        return NotImplemented
 
     def __repr__(self, **options: Any) -> str:  # type: ignore[override]
         """Communicates nothing: the other processes may not print it."""
@@ -118,25 +153,6 @@ class SplitTensor(Tensor):
     @classmethod
     def __tensor_unflatten__(cls, inner: dict[str, Tensor], context: Any, sizes: Any, strides: Any) -> SplitTensor:
         return cls(inner["_part"], *context)
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if reads_no_values(func):
-            with as_tensors():
-                return func(*args, **kwargs)
-        if args and isinstance(args[0], cls) and not args[0]._is_whole:
-            result = cls.on_part(func, args[0], args[1:], kwargs)
-            if result is not NotImplemented:
-                return result
-        is_written = writes(func) or "out" in kwargs
-
-        def whole(split: SplitTensor) -> Tensor:
-            if not split._is_whole:
-                split._meet(func)
-            return split._as_whole(is_written)
-
-        return on_whole(SplitTensor, whole, func, args, kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -153,9 +169,14 @@ class SplitTensor(Tensor):
         return from_part(type(self), part, self._layout, self._axis if axis is None else axis)
 
     @property
-    def _is_whole(self) -> bool:
+    def _is_whole(self) -> bool:  # type: ignore[override]
         """True if this tensor, or the one that it is a view of, was gathered."""
         return self._whole is not None or (self._origin is not None and self._origin[0]._is_whole)
+
+    def read(self, func: Callable[..., Any], is_written: bool) -> Tensor:
+        if not self._is_whole:
+            self._meet(func)
+        return self._as_whole(is_written)
 
     def _meet(self, func: Callable[..., Any]) -> None:
         """Wait until all ranks call for a gather, before any of them sends its part."""
@@ -253,22 +274,6 @@ class _ToPart(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         return from_part(ctx.kind, grad, ctx.layout.of_gradients(), ctx.axis)  # type: ignore[no-any-return]
-
-
-def on_whole(
-    kind: type[T], whole: Callable[[T], Tensor], func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    """The result of a function on what `whole` makes of arguments of this kind; one that is returned keeps its kind."""
-    by_tensor: dict[int, T] = {}
-
-    def noted(argument: T) -> Tensor:
-        tensor = whole(argument)
-        by_tensor[id(tensor)] = argument
-        return tensor
-
-    whole_args, whole_kwargs = tree_map_only(kind, noted, (args, kwargs))
-    result = func(*whole_args, **whole_kwargs)
-    return by_tensor.get(id(result), result)
 
 
 def writes(func: Callable[..., Any]) -> bool:

@@ -168,10 +168,6 @@ def _scaled(x: _Operand, other: Any) -> LocalCall | None:
     return x.same(other) if is_scalar or isinstance(other, (int, float)) else None
 
 
-def _capped(x: _Operand) -> LocalCall:
-    return x.same()
-
-
 def _reshaped(x: _Operand, *wanted: Any) -> LocalCall | None:
     if len(wanted) == 1 and isinstance(wanted[0], (tuple, list)):
         wanted = tuple(wanted[0])
@@ -285,9 +281,8 @@ CASTS: frozenset[Callable[..., Any]] = frozenset(
 )
 SCALES = (Tensor.mul, torch.mul, Tensor.div, torch.div, Tensor.true_divide)
 _LOCAL: Mapping[Callable[..., Any], Callable[..., LocalCall | None]] = {
-    **dict.fromkeys(CASTS, _cast),
+    **dict.fromkeys((*CASTS, Tensor.tanh, torch.tanh), _cast),
     **dict.fromkeys(SCALES, _scaled),
-    **dict.fromkeys((Tensor.tanh, torch.tanh), _capped),
     **dict.fromkeys((Tensor.view, Tensor.reshape, torch.reshape), _reshaped),
     **dict.fromkeys((Tensor.flatten, torch.flatten), _flattened),
     **dict.fromkeys((Tensor.squeeze, torch.squeeze), _squeezed),
@@ -298,8 +293,7 @@ _LOCAL: Mapping[Callable[..., Any], Callable[..., LocalCall | None]] = {
 }
 _ELEMENTWISE = frozenset((Tensor.add, torch.add, Tensor.sub, torch.sub, Tensor.mul, torch.mul))
 _RULES: Mapping[Callable[..., Any], Sequence[Callable[..., Any]]] = {
-    F.cross_entropy: [split_loss.cross_entropy],
-    F.nll_loss: [split_loss.nll_loss],
+    **{func: [partial(split_loss.loss, func)] for func in (F.cross_entropy, F.nll_loss)},
     F.linear: [_linear],
     **{func: [partial(_by_dim, func)] for func in (F.softmax, torch.softmax, Tensor.softmax)},
     **{func: [partial(_reduced, func)] for func in (torch.argmax, Tensor.argmax)},

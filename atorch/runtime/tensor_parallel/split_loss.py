@@ -16,8 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,7 +40,7 @@ class VocabularyShards(DimSharding):
         return self  # process groups cannot be copied
 
     @property
-    def total(self) -> int:
+    def total(self) -> int:  # type: ignore[override]
         return sum(self.counts)
 
     @property
@@ -51,9 +50,6 @@ class VocabularyShards(DimSharding):
     @property
     def start(self) -> int:
         return sum(self.counts[: self.rank])
-
-    def length(self, part: int) -> int:
-        return self.total
 
     def named(self) -> str:
         return f"columns {self.start} to {self.start + self.part_size} of {self.total}"
@@ -134,21 +130,8 @@ def _rows(
     return _Rows.apply(part, columns, target, sums, own_weight)  # type: ignore[no-any-return, no-untyped-call]
 
 
-class _Targets(NamedTuple):
-    """Classes of rows, those that are `kept`, and weights of classes."""
-
-    classes: Tensor  # 0 where not kept
-    kept: Tensor
-    weight: Tensor | None
-
-    def shares(self, dtype: torch.dtype) -> Tensor:
-        """The weight of each row in the loss."""
-        if self.weight is None:
-            return self.kept.to(dtype)
-        return self.weight.to(dtype)[self.classes].masked_fill(~self.kept, 0.0)
-
-
-def cross_entropy(
+def loss(
+    func: Callable[..., Tensor],
     split: SplitTensor,
     target: Tensor,
     weight: Tensor | None = None,
@@ -158,77 +141,41 @@ def cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
-    """`torch.nn.functional.cross_entropy` with class indices as targets."""
-
-    def of_columns(targets: _Targets) -> Tensor:
-        total, picked, *sums = _rows(split, targets.classes, label_smoothing > 0.0, weight)
-        losses = (total - picked) * targets.shares(total.dtype)
-        if sums:
-            classes = split._layout.total
-            all_weights = float(classes) if weight is None else weight.sum()
-            smooth = (all_weights * total - sums[0]) * (label_smoothing / classes)
-            losses = (1.0 - label_smoothing) * losses + smooth
-        return losses
-
-    func = partial(F.cross_entropy, label_smoothing=label_smoothing)
-    is_legacy = not (size_average is None and reduce is None)
-    return NotImplemented if is_legacy else _loss(split, target, weight, ignore_index, reduction, of_columns, func)
-
-
-def nll_loss(
-    split: SplitTensor,
-    target: Tensor,
-    weight: Tensor | None = None,
-    size_average: bool | None = None,
-    ignore_index: int = -100,
-    reduce: bool | None = None,
-    reduction: str = "mean",
-) -> Any:
-    """`torch.nn.functional.nll_loss`, of log-probabilities."""
-
-    def of_columns(targets: _Targets) -> Tensor:
-        picked: Tensor = gather(split, split._axis, targets.classes.unsqueeze(split._axis)).squeeze(split._axis)
-        return -picked * targets.shares(picked.dtype)
-
-    is_legacy = not (size_average is None and reduce is None)
-    return (
-        NotImplemented if is_legacy else _loss(split, target, weight, ignore_index, reduction, of_columns, F.nll_loss)
-    )
-
-
-def _loss(
-    split: SplitTensor,
-    target: Tensor,
-    weight: Tensor | None,
-    ignore_index: int,
-    reduction: str,
-    of_columns: Callable[[_Targets], Tensor],
-    func: Callable[..., Tensor],
-) -> Any:
-    """A loss of all rows, from `of_columns`, or from `func` on each rank's rows with their targets."""
+    """`F.cross_entropy` or `F.nll_loss` with class indices as targets; each rank computes its rows, or its columns."""
     classes, axis = min(split.dim() - 1, 1), split._axis
     by_columns = _has_columns(split, classes)
-    if not are_classes_of(split, classes, target, weight) or (axis == classes and not by_columns):
+    is_known = size_average is None and reduce is None and reduction in ("none", "sum", "mean")
+    if not (is_known and are_classes_of(split, classes, target, weight)) or (axis == classes and not by_columns):
         return NotImplemented
     kept = target != ignore_index
-    targets = _Targets(target.masked_fill(~kept, 0), kept, weight)
-    if by_columns:
-        losses = of_columns(targets)
-    else:
-        check_targets(targets.classes, split.shape[classes])
+    kept_classes = target.masked_fill(~kept, 0)
+
+    def shares(dtype: torch.dtype) -> Tensor:
+        """The weight of each row in the loss."""
+        return kept.to(dtype) if weight is None else weight.to(dtype)[kept_classes].masked_fill(~kept, 0.0)
+
+    if not by_columns:
+        check_targets(kept_classes, split.shape[classes])
         target_axis = axis - (axis > classes)
         own_target = split._layout.take(target, target_axis)
-        part = func(to_part(split), own_target, weight, ignore_index=ignore_index, reduction="none")
+        options = {"label_smoothing": label_smoothing} if func is F.cross_entropy else {}
+        part = func(to_part(split), own_target, weight, ignore_index=ignore_index, reduction="none", **options)
         losses = whole_of(split.like(part, target_axis))
-    return _reduced(losses.masked_fill(~kept, 0.0), targets, reduction, _loss_dtype(split))  # also those not finite
-
-
-def _reduced(losses: Tensor, targets: _Targets, reduction: str, dtype: torch.dtype) -> Any:
-    if reduction == "none":
-        return losses.to(dtype)
-    if reduction == "sum":
-        return losses.sum().to(dtype)
-    return (losses.sum() / targets.shares(losses.dtype).sum()).to(dtype) if reduction == "mean" else NotImplemented
+    elif func is F.nll_loss:
+        picked: Tensor = gather(split, axis, kept_classes.unsqueeze(axis)).squeeze(axis)
+        losses = -picked * shares(picked.dtype)
+    else:
+        total, picked, *sums = _rows(split, kept_classes, label_smoothing > 0.0, weight)
+        losses = (total - picked) * shares(total.dtype)
+        if sums:
+            num_classes = split._layout.total
+            all_weights = float(num_classes) if weight is None else weight.sum()
+            smooth = (all_weights * total - sums[0]) * (label_smoothing / num_classes)
+            losses = (1.0 - label_smoothing) * losses + smooth
+    losses = losses.masked_fill(~kept, 0.0)  # also those not finite
+    if reduction != "none":
+        losses = losses.sum() / (shares(losses.dtype).sum() if reduction == "mean" else 1.0)
+    return losses.to(_loss_dtype(split))
 
 
 def _has_columns(split: SplitTensor, dim: Any) -> bool:

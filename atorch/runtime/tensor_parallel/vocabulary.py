@@ -132,12 +132,9 @@ def split_vocabulary(
         module.register_forward_hook(_Logits(rows, cut, loss_parallel))
     for name, rows in vocabulary.biases.items():
         read = RowsOfWhole(rows, cut.rank, cut.group)
-        bias = model.get_parameter(name)
-        for holder in model.modules():
-            reads = {attribute: read for attribute, parameter in holder._parameters.items() if parameter is bias}
-            if reads:
-                cut.inside.note(holder)
-                present(holder, reads, cut.inside)
+        for full_name, holder in holders_of(model)[id(model.get_parameter(name))].items():
+            cut.inside.note(holder)
+            present(holder, {full_name.rpartition(".")[2]: read}, cut.inside)
 
 
 def _cut_table(model: nn.Module, name: str, rows: Rows, cut: ShardingContext) -> Any:

@@ -18,10 +18,9 @@ from atorch.auto.strategy import Strategy
 from atorch.cost import peak_memory
 from atorch.errors import StrategyError
 from tests.auto.opt_lib.splitting import BLOCK, PROFILE, cluster, cost_of
-from tests.auto.training import accelerate, messages, run_each, steps
-from tests.pool import Pool, on_ranks
+from tests.auto.training import accelerate, messages, run_each
+from tests.pool import Pool
 from tests.runtime.data_parallel.test_collective_order import CAN_FIND
-from tests.runtime.tensor_parallel import models
 
 AXES = {"tensor": 4}
 ALONE = ("parallel_mode", ([("tensor", 2)], None))
@@ -158,15 +157,3 @@ def test_clipping_and_unused_parameters_over_a_mesh(pool: Pool) -> None:
     for seen in chain(*run_each(pool, clipped, [(method,) for method in methods], ranks=4)):
         assert seen["norms"] <= 1e-5
         assert seen["values"] <= 1e-5
-
-
-@on_ranks()
-def test_experts_are_shared_out(rank: int, size: int) -> None:
-    model, plain, batches = models.make("mixtral"), models.make("mixtral"), [models.batch("mixtral", n) for n in (0, 1)]
-    before = contract.snapshot(plain)
-    given = {"optim_args": {"lr": 0.02}, "model_input_format": "unpack_dict", "sample_batch": batches[0]}
-    result = accelerate(model, [ALONE, "tensor_parallel"], None, lambda _, output: models.loss_of(output), **given)
-    steps(result.model, result.optim, result.loss_func, batches)
-    steps(plain, torch.optim.SGD(plain.parameters(), lr=0.02), lambda _, output: models.loss_of(output), batches)
-    got, expected = (contract.updates(before, contract.snapshot(each)) for each in (result.model, plain))
-    assert contract.distance(got, expected) <= 1e-4

@@ -14,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from atorch.errors import ArgumentError, AtorchError
 from atorch.profiler.memory_tracker import CommCounter
 from atorch.runtime import context_parallel
-from atorch.runtime.context_parallel import RingExchange, TokenAssignment, ring_attention
+from atorch.runtime.context_parallel import RingExchange, TokenAssignment
 from atorch.runtime.sequence_parallel import AttentionCall, TokenPartition, split_stream
 from tests.auto.training import run_each
 from tests.pool import Pool, on_ranks
@@ -169,14 +169,8 @@ def around(rank: int, size: int, case: Case, dropout_p: float = 0.0) -> list[Ten
     *inputs, grad = (each[:, :, deal.tokens(rank, each.shape[2])] for each in case.tensors())
     for each in inputs:
         each.requires_grad_()
-    out = ring_attention(
-        *inputs,
-        group=dist.group.WORLD,
-        mask=case.whole_mask(),
-        is_causal=case.is_causal,
-        load_balance=case.balanced,
-        dropout_p=dropout_p,
-    )
+    call = AttentionCall(*inputs, case.whole_mask(), dropout_p, case.is_causal)
+    out = RingExchange(dist.group.WORLD, load_balance=case.balanced)(call, no_more)
     return [out.detach(), *torch.autograd.grad(out, inputs, grad)]
 
 
@@ -227,14 +221,14 @@ def test_nothing_to_see_dropout_and_what_is_refused(rank: int, size: int) -> Non
     query, key, value, _ = (each[:, :, :24] for each in Case().tensors())
     said = []
     for more in (
-        {"mask": torch.ones(24, 24, dtype=torch.bool)},
-        {"mask": torch.zeros(48, 48, requires_grad=True)},
-        {"mask": torch.zeros(48, 48), "is_causal": True},
+        {"attn_mask": torch.ones(24, 24, dtype=torch.bool)},
+        {"attn_mask": torch.zeros(48, 48, requires_grad=True)},
+        {"attn_mask": torch.zeros(48, 48), "is_causal": True},
         {"is_causal": True, "key": key[:, :, :12], "value": value[:, :, :12]},
     ):
-        arguments = {"query": query, "key": key, "value": value, **more}
+        call = AttentionCall(query, key, value)._replace(**more)
         with pytest.raises(ArgumentError) as caught:
-            ring_attention(**arguments, group=dist.group.WORLD)
+            RingExchange(dist.group.WORLD, load_balance=False)(call, no_more)
         said.append(str(caught.value))
     wanted = (
         "whole sequences have 48 queries and 48 keys",

@@ -9,8 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from atorch.runtime.memory.recompute import checkpoint_wrapper
-from atorch.runtime.sequence_parallel.megatron import gather_tokens, scatter_sum, split_between
-from atorch.runtime.sequence_parallel.token_partition import TokenPartition
+from atorch.runtime.sequence_parallel.megatron import split_between
 from atorch.runtime.tensor_parallel import tensor_parallel
 from tests.pool import on_ranks
 from tests.runtime.sequence_parallel.training import batch, made
@@ -71,20 +70,3 @@ def test_gradients_are_the_whole_models(rank: int, size: int, name: str, recompu
         assert backward.counts["reduce_scatter_"] > BACKWARD["reduce_scatter_"]
     elif name == "llama":
         assert (forward.counts, backward.counts) == (FORWARD, BACKWARD)
-
-
-@on_ranks()
-def test_a_sum_is_scattered_and_gathered(rank: int, size: int) -> None:
-    share = TokenPartition(dist.group.WORLD, averaged=False)
-    x = torch.arange(2 * 8 * 3, dtype=torch.float64).reshape(2, 8, 3).cos().requires_grad_()
-    parts = [torch.full((), 0.5 + rank, dtype=torch.float64, requires_grad=True) for rank in range(size)]
-    own = share.scatter(x, 1)
-    with Collectives() as forward:
-        got = share.gather(scatter_sum((gather_tokens(own, share, 1) * parts[rank]).tanh(), share, 1), 1)
-    got.sin().sum().backward()
-    plain = x.detach().clone().requires_grad_()
-    expected = torch.stack([(plain * part.detach()).tanh() for part in parts]).sum(0)
-    expected.sin().sum().backward()
-    assert torch.allclose(got, expected)
-    assert torch.allclose(x.grad, plain.grad)
-    assert forward.counts == {"allgather_": 2, "reduce_scatter_": 1}

@@ -6,6 +6,7 @@ Methods that watch a model before they change anything run it on a few samples.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from atorch.auto.strategy import Phase
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from atorch.auto.context import Context
+    from atorch.runtime.sequence_parallel import Exchange, TokenPartition
 
 
 def changes_modules(ctx: Context, apart_from: str = "") -> bool:
@@ -222,3 +224,17 @@ def _few_samples(batch: Any) -> Any:
     from atorch.runtime.data.batches import take
 
     return take(batch, 0, SAMPLES, batch_size(batch))
+
+
+def with_split_tokens(ctx: Context, name: str, share: TokenPartition, exchange: Exchange) -> Context:
+    """The context with its model split by tokens, in place, for the method `name`."""
+    from atorch.distributed.rng import share_random_state
+    from atorch.runtime.precision.fp8 import without_fp8
+    from atorch.runtime.sequence_parallel import split_stream
+
+    (model,) = ctx.parts  # stages are cut later
+    is_outside = ctx.need_mesh().size("pipeline") == 1 and not has_compiled_loss(ctx)  # stages send plain tensors
+    with without_fp8(model):
+        split_stream(model, on_samples(ctx, name), share, exchange, outside=is_outside)
+    share_random_state(share.group, ctx.device)
+    return replace(ctx, parts=ctx.parts)

@@ -11,7 +11,7 @@ product with a weight. A row of a weight is then a column of its result.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -51,8 +51,8 @@ def derive(block: nn.Module, call: ForwardCall, degree: int) -> BlockLayout:
         pass_ = _Pass(block, call)
         products = {**weights_of(pass_.products), **products}
         for weight in weights_of(pass_.products):
-            _add_evidence(pass_, weight, degree, row_by_weight.setdefault(weight, _Row()))
-        groups, kept, is_uneven = _groups(block, row_by_weight, products, degree)
+            row_by_weight.setdefault(weight, _Row(weight, degree)).add(pass_)
+        groups, kept, is_uneven = _groups(dict(block.named_parameters()), row_by_weight, products)
         numbers_met.append(sum(row.num_met for row in row_by_weight.values()))
         if seed + 1 >= DRAWS and not is_uneven:
             break
@@ -69,37 +69,91 @@ def derive(block: nn.Module, call: ForwardCall, degree: int) -> BlockLayout:
 class _Row:
     """Facts of one weight as a row split, over all draws."""
 
+    weight: str
+    degree: int
     size: int = 0
     head_size: int = 0
     """The number of neighbours in z that belong together; 0 if z cannot be cut."""
-    results: dict[str, Masks] = field(default_factory=dict)
-    others: dict[str, Masks] = field(default_factory=dict)
-    inputs: dict[str, Masks] = field(default_factory=dict)
+    met: dict[str, Masks] = field(default_factory=dict)
+    """The rows of products' weights, by name, and the elements of other parameters and of arguments, by place."""
     is_dead: bool = False
     """True if z depends on other products' results, but no draw has shown that of its first element."""
 
-    @property
-    def is_partly_met(self) -> bool:
-        """True if no part of z meets some element of a parameter that no product uses."""
-        return not all(bool(torch.stack(parts).any(0).all()) for parts in self.others.values())
+    def is_partly_met(self, name: str) -> bool:
+        """True if no part of z meets some element, though it meets others."""
+        return name in self.met and not bool(torch.stack(self.met[name]).any(0).all())
 
     @property
     def num_met(self) -> int:
-        met = (self.results, self.others, self.inputs)
-        return sum(int(mask.sum()) for masks in met for parts in masks.values() for mask in parts)
+        return sum(int(mask.sum()) for parts in self.met.values() for mask in parts)
 
     @property
     def heads(self) -> int:
         return self.size // self.head_size if self.head_size else 1
 
-    def unfit(self, degree: int) -> str | None:
+    @property
+    def why_unfit(self) -> str | None:
         """The reason why this is not a row split, empty if z cannot be cut at all; None if it is one."""
         if self.heads == 1:
             return ""
-        if self.heads % degree:
+        if self.heads % self.degree:
             unit = "heads" if self.head_size > 1 else "columns"
-            return f"{degree} ranks do not divide its {self.heads} {unit}"
+            return f"{self.degree} ranks do not divide its {self.heads} {unit}"
         return None
+
+    def add(self, pass_: _Pass) -> None:
+        product = next(use for use in pass_.products if use.weight == self.weight)
+        self.size = product.input.shape[-1]
+        met, _ = pass_.reached(self.weight, 0, self.size)
+        if self.weight in met:
+            return  # z depends on its own result: loops are not split
+        size = pass_.head_size(self.weight, self.size)
+        self.head_size = max(self.head_size, size or 0)
+        self.is_dead = not self.head_size and size is None and bool(met)
+        if not size or self.heads % self.degree:
+            return
+        step = self.size // self.degree
+        for rank in range(self.degree):
+            rows, elements = pass_.reached(self.weight, step * rank, step * (rank + 1))
+            for name, mask in {**rows, **elements}.items():
+                self.met.setdefault(name, [torch.zeros_like(mask) for _ in range(self.degree)])[rank] |= mask
+
+    def region(self, products: Mapping[str, MatmulUse], parameters: Mapping[str, nn.Parameter]) -> SplitRegion | str:
+        """The split whose row is the weight, or the reason why there is none."""
+        columns: dict[str, Rows] = {}
+        tied: dict[str, Rows] = {}
+        for name in (column for column in products if column in self.met):
+            rows = _rows(self.met[name], products[name].out_dim)
+            if rows is None:
+                return f"the parts of its input meet {name} unevenly"
+            columns[name] = rows
+            bias = products[name].bias
+            if bias is not None:
+                tied[bias] = Rows(parameters[bias].dim() - 1, rows.by_rank)
+        if not any(rows.has_own for rows in columns.values()):
+            return "the parts of its input meet no rows of their own"
+        unmet = [name for name, rows in columns.items() if rows.num_met < parameters[name].shape[rows.dim]]
+        if unmet:
+            return f"the parts of its input meet some rows of {', '.join(unmet)}, and not all"
+        splits = {name: _split(masks) for name, masks in self.met.items() if name not in products}
+        inputs = {name: split for name, split in splits.items() if name not in parameters}
+        if any(rows is not None and not rows.is_in_order for rows in inputs.values()):
+            return "it meets an argument of the block in a pattern that depends on the batch"
+        product = products[self.weight]
+        forks: dict[int, list[str]] = {}
+        for name in columns:
+            forks.setdefault(id(products[name].input), []).append(name)
+        return SplitRegion(
+            row=self.weight,
+            row_part=Rows.even(product.in_dim, self.size, self.degree),
+            row_bias=product.bias,
+            columns=columns,
+            forks=tuple(tuple(names) for names in forks.values()),
+            tied=tied | {name: rows for name, rows in splits.items() if name in parameters and rows is not None},
+            inside=tuple(name for name, rows in splits.items() if name in parameters and rows is None),
+            inputs=inputs,
+            heads=self.heads,
+        )
 
 
 class _Pass:
@@ -112,8 +166,6 @@ class _Pass:
         (args, kwargs), self.inputs = fresh(call)
         with SeeProducts(self.parameters, self._cut):
             block(*args, **kwargs)
-        weights = {product.weight for product in self.products}
-        self.others = {name: p for name, p in self.parameters.items() if name not in weights}
 
     def _cut(self, product: MatmulUse, compute: Callable[[], Tensor]) -> Tensor:
         with torch.no_grad():
@@ -122,8 +174,10 @@ class _Pass:
         self.results.append(result.requires_grad_())
         return result.clone()  # models may change results in place, and a leaf must not be
 
-    def reached(self, weight: str, start: int, stop: int) -> list[Tensor | None]:
-        """The gradients of [start, stop) of the weight's inputs at all results, other parameters and inputs."""
+    def reached(self, weight: str, start: int, stop: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """The nonzero gradients of [start, stop) of the weight's inputs: rows of weights, by name, with those of all
+        their results; elements of other parameters and of arguments, by place.
+        """
         outputs, grads = [], []
         for product in self.products:
             z = product.input
@@ -133,150 +187,70 @@ class _Pass:
                 part.copy_(torch.rand(part.shape, generator=torch.Generator().manual_seed(start)) + 0.5)
                 outputs.append(z)
                 grads.append(grad)
-        leaves = [*self.results, *self.others.values(), *self.inputs.values()]
-        if not outputs:
-            return [None] * len(leaves)
-        return list(torch.autograd.grad(outputs, leaves, grads, retain_graph=True, allow_unused=True))
-
-    def by_weight(self, grads: Sequence[Tensor | None]) -> dict[str, Tensor]:
-        """The rows of each weight at which its results have gradients."""
         rows: dict[str, Tensor] = {}
-        for product, grad in zip(self.products, grads, strict=False):
+        if not outputs:
+            return rows, {}
+        weights = {product.weight for product in self.products}
+        rest = {name: p for name, p in self.parameters.items() if name not in weights} | self.inputs
+        leaves = [*self.results, *rest.values()]
+        reached = torch.autograd.grad(outputs, leaves, grads, retain_graph=True, allow_unused=True)
+        for product, grad in zip(self.products, reached, strict=False):
             if grad is not None:
                 size = self.parameters[product.weight].shape[product.out_dim]
                 used = (grad != 0).flatten(0, -2).any(0).cpu()
                 mask = rows.setdefault(product.weight, torch.zeros(size, dtype=torch.bool))
                 mask[product.start : product.start + len(used)] |= used
-        return {weight: mask for weight, mask in rows.items() if mask.any()}
+        others = zip(rest, reached[len(self.results) :], strict=True)
+        elements = {name: (grad != 0).cpu() for name, grad in others if grad is not None}
+        return _nonzero(rows), _nonzero(elements)
+
+    def head_size(self, weight: str, size: int) -> int | None:
+        """The number of neighbours in z that belong together: 1 for units, a head's width for attention; 0 if all do.
+
+        None if the first meets nothing. Two that belong together meet the same rows of, say, the queries; the first
+        has fewer rows in common with the next head.
+        """
+
+        def meets(index: int) -> set[tuple[str, int]]:
+            rows, _ = self.reached(weight, index, index + 1)
+            return {(name, row) for name, mask in rows.items() for row in mask.nonzero().flatten().tolist()}
+
+        first = meets(0)
+        if not first:
+            return None
+        if size < 2:
+            return 0
+        shared = len(first & meets(1))
+        if not shared:
+            return 1
+        divisors = [divisor for divisor in range(2, size // 2 + 1) if size % divisor == 0]
+        return next((divisor for divisor in divisors if len(first & meets(divisor)) < shared), 0)
 
 
-def _add_evidence(pass_: _Pass, weight: str, degree: int, row: _Row) -> None:
-    product = next(use for use in pass_.products if use.weight == weight)
-    row.size = product.input.shape[-1]
-    met = pass_.by_weight(pass_.reached(weight, 0, row.size))
-    if weight in met:
-        return  # z depends on its own result: loops are not split
-    size = _head_size(pass_, weight, row.size)
-    row.head_size = max(row.head_size, size or 0)
-    row.is_dead = not row.head_size and size is None and bool(met)
-    if not size or row.heads % degree:
-        return
-    step = row.size // degree
-    for rank in range(degree):
-        grads = pass_.reached(weight, step * rank, step * (rank + 1))
-        results, rest = grads[: len(pass_.results)], grads[len(pass_.results) :]
-        others, inputs = rest[: len(pass_.others)], rest[len(pass_.others) :]
-        _mark(row.results, pass_.by_weight(results), rank, degree)
-        _mark(row.others, _nonzero(pass_.others, others), rank, degree)
-        _mark(row.inputs, _nonzero(pass_.inputs, inputs), rank, degree)
-
-
-def _head_size(pass_: _Pass, weight: str, size: int) -> int | None:
-    """The number of neighbours in z that belong together: 1 for units, a head's width for attention; 0 if all do.
-
-    None if the first meets nothing.
-
-    Two that belong together meet the same rows of, say, the queries; the first has fewer rows in common with the next
-    head.
-    """
-
-    def meets(index: int) -> set[tuple[str, int]]:
-        rows = pass_.by_weight(pass_.reached(weight, index, index + 1))
-        return {(name, row) for name, mask in rows.items() for row in mask.nonzero().flatten().tolist()}
-
-    first = meets(0)
-    if not first:
-        return None
-    if size < 2:
-        return 0
-    shared = len(first & meets(1))
-    if not shared:
-        return 1
-    divisors = [divisor for divisor in range(2, size // 2 + 1) if size % divisor == 0]
-    return next((divisor for divisor in divisors if len(first & meets(divisor)) < shared), 0)
-
-
-def _mark(masks: dict[str, Masks], new: Mapping[str, Tensor], rank: int, degree: int) -> None:
-    for name, mask in new.items():
-        parts = masks.setdefault(name, [torch.zeros_like(mask) for _ in range(degree)])
-        parts[rank] |= mask
-
-
-def _nonzero(tensors: Mapping[str, Tensor], grads: Iterable[Tensor | None]) -> dict[str, Tensor]:
-    masks = {name: (grad != 0).cpu() for name, grad in zip(tensors, grads, strict=True) if grad is not None}
+def _nonzero(masks: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: mask for name, mask in masks.items() if mask.any()}
 
 
 def _groups(
-    block: nn.Module, row_by_weight: Mapping[str, _Row], products: Mapping[str, MatmulUse], degree: int
+    parameters: Mapping[str, nn.Parameter], row_by_weight: Mapping[str, _Row], products: Mapping[str, MatmulUse]
 ) -> tuple[list[SplitRegion], list[Unsplit], bool]:
     """The splits, the weights that are not split by rows, and True if more draws might change that."""
-    parameters = dict(block.named_parameters())
     groups: list[SplitRegion] = []
     kept: list[Unsplit] = []
-    is_uneven = any(row.is_dead or row.is_partly_met for row in row_by_weight.values())
+    others = parameters.keys() - products.keys()
+    is_uneven = any(row.is_dead or any(map(row.is_partly_met, others)) for row in row_by_weight.values())
     for weight, row in row_by_weight.items():
-        reason = row.unfit(degree)
+        reason = row.why_unfit
         if reason is None:
-            group = _group(weight, row, products, parameters, degree)
-            if isinstance(group, SplitRegion):
-                groups.append(group)
+            region = row.region(products, parameters)
+            if isinstance(region, SplitRegion):
+                groups.append(region)
             else:
-                reason, is_uneven = group, True
+                reason, is_uneven = region, True
         if reason:
-            cut_through = row.head_size > 1 and row.heads % degree
+            cut_through = row.head_size > 1 and row.heads % row.degree
             kept.append(Unsplit(weight, reason, row.heads if cut_through else 0))
     return groups, kept, is_uneven
-
-
-def _group(
-    weight: str,
-    row: _Row,
-    products: Mapping[str, MatmulUse],
-    parameters: Mapping[str, nn.Parameter],
-    degree: int,
-) -> SplitRegion | str:
-    """The split whose row is `weight`, or the reason why there is none."""
-    columns: dict[str, Rows] = {}
-    tied: dict[str, Rows] = {}
-    inside: list[str] = []
-    for name in (column for column in products if column in row.results):
-        rows = _rows(row.results[name], products[name].out_dim)
-        if rows is None:
-            return f"the parts of its input meet {name} unevenly"
-        columns[name] = rows
-        bias = products[name].bias
-        if bias is not None:
-            tied[bias] = Rows(parameters[bias].dim() - 1, rows.by_rank)
-    if not any(rows.has_own for rows in columns.values()):
-        return "the parts of its input meet no rows of their own"
-    unmet = [name for name, rows in columns.items() if rows.num_met < parameters[name].shape[rows.dim]]
-    if unmet:
-        return f"the parts of its input meet some rows of {', '.join(unmet)}, and not all"
-    for name, masks in row.others.items():
-        split = _split(masks)
-        if split is None:
-            inside.append(name)
-        else:
-            tied[name] = split
-    inputs: dict[str, Rows | None] = {name: _split(masks) for name, masks in row.inputs.items()}
-    if any(rows is not None and not rows.is_in_order for rows in inputs.values()):
-        return "it meets an argument of the block in a pattern that depends on the batch"
-    product = products[weight]
-    forks: dict[int, list[str]] = {}
-    for name in columns:
-        forks.setdefault(id(products[name].input), []).append(name)
-    return SplitRegion(
-        row=weight,
-        row_part=Rows.even(product.in_dim, row.size, degree),
-        row_bias=product.bias,
-        columns=columns,
-        forks=tuple(tuple(names) for names in forks.values()),
-        tied=tied,
-        inside=tuple(inside),
-        inputs=inputs,
-        heads=row.heads,
-    )
 
 
 def _rows(masks: Masks, dim: int) -> Rows | None:

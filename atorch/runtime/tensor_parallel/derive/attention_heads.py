@@ -25,7 +25,7 @@ from atorch.model.module_swap import recast, swap_modules, why_unswappable
 from atorch.model.wrapper import override
 from atorch.runtime.tensor_parallel.apply import is_configuration
 from atorch.runtime.tensor_parallel.derive.block_sandbox import ForwardCall, fresh
-from atorch.runtime.tensor_parallel.derive.split_validation import Ranks, Tape, first_failure, record_tape
+from atorch.runtime.tensor_parallel.derive.split_validation import Ranks, Replay
 from atorch.runtime.tensor_parallel.layout import BlockLayout, SplitRegion, common_path
 
 MOST = 4  # maximum numbers to divide in one group
@@ -39,23 +39,20 @@ def with_attributes(block: nn.Module, layout: BlockLayout, call: ForwardCall, ra
 
     Each process searches as rank 0, and then tries the result as its own ranks.
     """
-    tape = record_tape(block, call)
-    read = numbers_read(block, call)
-    while (failure := first_failure(block, layout, call, tape, 0)) is not None:
+    replay, read = Replay(block, call), numbers_read(block, call)
+    while (failure := replay.first_failure(layout, 0)) is not None:
         index, why = failure
         if index == len(layout.groups):
             return _without(layout, layout.groups, why)
-        fixed = _search(block, layout, index, call, tape, read, ranks.degree)
+        fixed = _search(replay, layout, index, read, ranks.degree)
         layout = _without(layout, [layout.groups[index]], why) if fixed is None else fixed
-    while (failure := _first_on_any_rank(block, layout, call, tape, ranks)) is not None:
+    while (failure := _first_on_any_rank(replay, layout, ranks)) is not None:
         layout = _without(layout, [layout.groups[min(failure[0], len(layout.groups) - 1)]], failure[1])
     return layout
 
 
-def _first_on_any_rank(
-    block: nn.Module, layout: BlockLayout, call: ForwardCall, tape: Tape, ranks: Ranks
-) -> tuple[int, str] | None:
-    failures = (first_failure(block, layout, call, tape, rank) for rank in ranks.own)
+def _first_on_any_rank(replay: Replay, layout: BlockLayout, ranks: Ranks) -> tuple[int, str] | None:
+    failures = (replay.first_failure(layout, rank) for rank in ranks.own)
     first = min((failure for failure in failures if failure is not None), default=None)
     return min((failure for failure in ranks.gather(first) if failure is not None), default=None)
 
@@ -95,15 +92,13 @@ def _note_reads(holder: Any, read: dict[str, int], prefix: str) -> None:
     override(holder, "__getattribute__", noting)
 
 
-def _search(
-    block: nn.Module, layout: BlockLayout, index: int, call: ForwardCall, tape: Tape, read: Numbers, degree: int
-) -> BlockLayout | None:
+def _search(replay: Replay, layout: BlockLayout, index: int, read: Numbers, degree: int) -> BlockLayout | None:
     """The layout with the fewest divided numbers with which rank 0 alone reproduces the group `index`, or None."""
     for attributes in _choices(layout.groups[index], read, degree):
         groups = list(layout.groups)
         groups[index] = replace(groups[index], attributes=attributes)
         attempt = replace(layout, groups=tuple(groups))
-        failure = first_failure(block, attempt, call, tape, 0)
+        failure = replay.first_failure(attempt, 0)
         if failure is None or failure[0] > index:
             return attempt
     return None

@@ -1,4 +1,4 @@
-"""A copy of a block with random weights, to analyse how its results depend on its parameters, and its products.
+"""Recorded calls of blocks, copies of blocks to analyse with random weights, and their products.
 
 The copy computes in fp32 and without dropout. Weights are drawn, not copied. A new model has zeros that hide
 dependences, and a trained one has units that are dead on a short sample.
@@ -11,8 +11,10 @@ dim of the parameter that is summed over, and the dim that stays.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Set
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -21,9 +23,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import keystr as _keystr
-from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_map_only, tree_map_with_path, tree_unflatten
+from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map_with_path
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from atorch.model.copy import duplicate
+from atorch.model.state import evaluating
 
 T = TypeVar("T")
 PERIOD = 1_000_003
@@ -37,25 +41,66 @@ class ForwardCall(NamedTuple):
     kwargs: dict[str, Any]
 
 
-def record_calls(
-    model: nn.Module, blocks: Mapping[str, nn.Module], run: Callable[[nn.Module], Any]
-) -> dict[str, ForwardCall]:
-    """The first call of each of `blocks` during `run(model)`; blocks that are not called are left out."""
-    calls: dict[str, ForwardCall] = {}
+EvaluateModel = Callable[[nn.Module], Any]
+"""Calls the model on a batch and returns its output."""
 
-    def keep(name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if name not in calls:
-            # Blocks fill caches among them later. Tensors with a graph, which some models make, cannot be copied.
-            plain = tree_map_only(Tensor, lambda x: x if x.is_leaf else x.detach(), ForwardCall(args, kwargs))
-            calls[name] = copy.deepcopy(plain)
 
-    with ExitStack() as hooks:
-        # A run may call the model again, with more of the batch; the last call counts.
-        hooks.enter_context(model.register_forward_pre_hook(lambda *_: calls.clear()))
-        for name, block in blocks.items():
-            hooks.enter_context(block.register_forward_pre_hook(partial(keep, name), with_kwargs=True))
-        run(model)
-    return calls
+@dataclass
+class BlockCalls:
+    kind: Any
+    """Equal for blocks that can be analysed as one."""
+    shapes: dict[str, torch.Size]
+    """Of the first call's arguments, by place."""
+    origins: dict[str, tuple[str, str]]
+    """By place of an argument that an earlier block returned: its path, and the place in its output."""
+    num_calls: int = 1
+    outputs: dict[str, torch.Size] = field(default_factory=dict)
+    """Shapes of floating-point outputs, by place."""
+
+
+class Evaluation:
+    """A run of a model in eval mode without gradients: blocks by path, in order of first calls, and the output."""
+
+    def __init__(self, model: nn.Module, blocks: Mapping[str, nn.Module], run: EvaluateModel) -> None:
+        self.blocks: dict[str, BlockCalls] = {}
+        self.calls: dict[Any, ForwardCall] = {}
+        """The first call of each kind."""
+        self._returned: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # (path, place) by tensor
+        with ExitStack() as hooks, evaluating(model):
+            # A run may call the model again, with more of the batch; the last call counts.
+            hooks.enter_context(model.register_forward_pre_hook(lambda *_: self._clear()))
+            for path, block in blocks.items():
+                hooks.enter_context(block.register_forward_pre_hook(partial(self._before, path), with_kwargs=True))
+                hooks.enter_context(block.register_forward_hook(partial(self._after, path)))
+            self.output = run(model)
+
+    def _clear(self) -> None:
+        for recorded in (self.blocks, self.calls, self._returned):
+            recorded.clear()
+
+    def _before(self, path: str, block: nn.Module, args: Any, kwargs: Any) -> None:
+        if path in self.blocks:
+            self.blocks[path].num_calls += 1
+            return
+        tensors = by_place((args, kwargs))
+        origins = {place: self._returned[tensor] for place, tensor in tensors.items() if tensor in self._returned}
+        shapes = {place: tensor.shape for place, tensor in tensors.items()}
+        parameters = tuple((name, tuple(p.shape)) for name, p in block.named_parameters(remove_duplicate=False))
+        kind = type(block), parameters, tuple(shapes.items()), tuple(origins)
+        if kind not in self.calls:
+            self.calls[kind] = ForwardCall(*copied((args, kwargs)))  # blocks may fill caches among them
+        self.blocks[path] = BlockCalls(kind, shapes, origins)
+
+    def _after(self, path: str, block: nn.Module, args: Any, output: Any) -> None:
+        outputs = by_place(output)
+        self.blocks[path].outputs = {place: x.shape for place, x in outputs.items() if x.is_floating_point()}
+        for place, tensor in outputs.items():
+            self._returned[tensor] = path, place
+
+    @property
+    def examples(self) -> dict[Any, str]:
+        """The path of the first block of each kind."""
+        return {calls.kind: path for path, calls in reversed(self.blocks.items())}
 
 
 def sandboxed(block: nn.Module) -> nn.Module:
@@ -83,22 +128,34 @@ def draw_weights(block: nn.Module, seed: int) -> None:
                 part.copy_(drawn[: len(part)])
 
 
-def fresh(call: ForwardCall) -> tuple[ForwardCall, dict[str, Tensor]]:
-    """The arguments as new tensors in fp32, and by place the leaves that collect gradients for them."""
-    args, kwargs = copy.deepcopy(call)
-    leaves, spec = tree_flatten_with_path((args, kwargs))
+def copied(data: Any) -> Any:
+    """A deep copy of `data`; tensors in its containers become detached clones."""
+    return copy.deepcopy(data, {id(tensor): tensor.detach().clone() for tensor in by_place(data).values()})
+
+
+def fresh(
+    call: ForwardCall, dtype: torch.dtype | None = torch.float32, asked: Set[str] | None = None
+) -> tuple[ForwardCall, dict[str, Tensor]]:
+    """The arguments as new tensors, and by place the leaves that collect gradients for them.
+
+    Args:
+        dtype: of floating-point arguments; None: their own.
+        asked: places of the arguments that need gradients; None: all of floating point.
+    """
     leaf_of: dict[int, Tensor] = {}
     clone_of: dict[int, Tensor] = {}
     leaf_at: dict[str, Tensor] = {}
-    values = []
-    for path, leaf in leaves:
-        if isinstance(leaf, Tensor) and leaf.is_floating_point():
-            if id(leaf) not in leaf_of:
-                leaf_of[id(leaf)] = leaf.detach().float().clone().requires_grad_()
-                clone_of[id(leaf)] = leaf_of[id(leaf)].clone()  # blocks may change it in place, and a leaf must not be
-            leaf_at[_keystr(path)], leaf = leaf_of[id(leaf)], clone_of[id(leaf)]
-        values.append(leaf)
-    return ForwardCall(*tree_unflatten(values, spec)), leaf_at
+
+    def renewed(place: str, tensor: Tensor) -> Tensor:
+        if not (tensor.is_floating_point() and (asked is None or place in asked)):
+            return tensor
+        if id(tensor) not in leaf_of:
+            leaf_of[id(tensor)] = tensor.to(dtype or tensor.dtype).requires_grad_()
+            clone_of[id(tensor)] = leaf_of[id(tensor)].clone()  # blocks may change it in place, and a leaf must not be
+        leaf_at[place] = leaf_of[id(tensor)]
+        return clone_of[id(tensor)]
+
+    return ForwardCall(*map_by_place(renewed, copied(tuple(call)))), leaf_at
 
 
 def by_place(data: Any) -> dict[str, Tensor]:
@@ -112,9 +169,14 @@ def map_by_place(change: Callable[[str, Tensor], Any], data: T) -> T:
     return mapped
 
 
+def changed(data: T, change: Callable[[Tensor, int], Tensor], dims: Mapping[str, int]) -> T:
+    """`data` with `change(tensor, dim)` at the places of `dims`."""
+    return map_by_place(lambda place, tensor: change(tensor, dims[place]) if place in dims else tensor, data)
+
+
 def tensors_of(output: Any) -> list[Tensor]:
     """The floating-point tensors of an output, in order."""
-    return [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    return [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
 
 
 class MatmulUse(NamedTuple):
@@ -131,25 +193,19 @@ class MatmulUse(NamedTuple):
     input: Tensor
 
 
-class Lookup(NamedTuple):
-    """One lookup of rows of a parameter by integers."""
-
-    table: str
-    num_rows: int
-
-
 OnProduct = Callable[[MatmulUse, Callable[[], Tensor]], Tensor]
 
 
 class SeeProducts(TorchFunctionMode):
     """A mode in which `on_product(product, compute)` returns the result of each product with one of `parameters`.
 
-    `lookups` lists the lookups.
+    `looked_up` counts the rows of parameters that were looked up by integers; `uses` the functions of parameters, by
+    their ids, that return a tensor.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], on_product: OnProduct) -> None:
         super().__init__()
-        self.lookups: list[Lookup] = []
+        self.looked_up, self.uses = Counter[str](), Counter[int]()
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         self._parameters = parameters
         self._on_product = on_product
@@ -160,11 +216,12 @@ class SeeProducts(TorchFunctionMode):
             rows = args[0] if args else kwargs["input"]
             table = self._name(args[1] if len(args) > 1 else kwargs["weight"])
             if table is not None:
-                self.lookups.append(Lookup(table, rows.numel()))
+                self.looked_up[table] += rows.numel()
         product = self._product(func, args, kwargs)
-        if product is None:
-            return func(*args, **kwargs)
-        return self._on_product(product, lambda: func(*args, **kwargs))
+        result = func(*args, **kwargs) if product is None else self._on_product(product, lambda: func(*args, **kwargs))
+        if any(isinstance(leaf, Tensor) for leaf in tree_leaves(result)):  # not a size or a dtype
+            self.uses.update({id(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, nn.Parameter)})
+        return result
 
     def _name(self, tensor: Any) -> str | None:
         if not isinstance(tensor, Tensor):

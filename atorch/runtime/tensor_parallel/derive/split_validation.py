@@ -1,17 +1,21 @@
 """One recorded evaluation of a whole model, and trials on copies that a split block computes the same as the whole one.
 
-The evaluation is the basis of a layout, and the reference for the split model. Trials precede any change of the model.
-In `first_failure`, one rank runs alone, and every row split returns the recorded sum. In `why_refused`, all ranks run
-forward and backward with real collectives.
+The evaluation is the basis of a split, and the reference for the split model. Trials precede any change of the model.
+In `Replay`, one rank runs alone, and every row split returns the recorded sum. In `WholePass.compared`, all
+ranks run forward and backward with real collectives.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence, Set
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -19,15 +23,19 @@ from torch.overrides import TorchFunctionMode
 from atorch.distributed.collectives import gather_objects
 from atorch.errors import AtorchError
 from atorch.model.copy import duplicate
+from atorch.model.pytree import local_part
 from atorch.model.state import evaluating, preserved_state
 from atorch.runtime.tensor_parallel.apply import ShardingContext, divide, split_block
 from atorch.runtime.tensor_parallel.derive.block_sandbox import (
+    EvaluateModel,
+    Evaluation,
     ForwardCall,
     MatmulUse,
     SeeProducts,
+    by_place,
+    changed,
     fresh,
     map_by_place,
-    record_calls,
     tensors_of,
 )
 from atorch.runtime.tensor_parallel.layout import BlockLayout, Rows
@@ -43,61 +51,55 @@ ROUNDING = 1e-5  # of the largest gradient's norm
 MISFITS = (RuntimeError, ValueError, IndexError, TypeError, AssertionError, ZeroDivisionError)
 
 
-Tape = Mapping[str, list[tuple[Tensor, Tensor]]]
-"""Input and result of every product of a whole block, by weight, in order."""
+class Replay:
+    """One pass of a whole block, against which the parts of single ranks are tried."""
 
+    @torch.no_grad()
+    def __init__(self, block: nn.Module, call: ForwardCall) -> None:
+        self._block, self._call = block, call
+        self._taped: dict[str, list[tuple[Tensor, Tensor]]] = {}  # input and result of products, by weight, in order
+        (args, kwargs), _ = fresh(call)
+        with SeeProducts(dict(block.named_parameters()), self._keep):
+            block(*args, **kwargs)
 
-@torch.no_grad()
-def record_tape(block: nn.Module, call: ForwardCall) -> Tape:
-    """The tape of one pass of the whole block."""
-    taped: dict[str, list[tuple[Tensor, Tensor]]] = {}
-
-    def keep(product: MatmulUse, compute: Callable[[], Tensor]) -> Tensor:
+    def _keep(self, product: MatmulUse, compute: Callable[[], Tensor]) -> Tensor:
         result = compute()
-        taped.setdefault(product.weight, []).append((product.input.clone(), result.clone()))
+        self._taped.setdefault(product.weight, []).append((product.input.clone(), result.clone()))
         return result
 
-    (args, kwargs), _ = fresh(call)
-    with SeeProducts(dict(block.named_parameters()), keep):
-        block(*args, **kwargs)
-    return taped
+    @torch.no_grad()
+    def first_failure(self, layout: BlockLayout, rank: int) -> tuple[int, str] | None:
+        """The index of the first group that a rank alone does not reproduce, and the reason; None if it does all."""
+        parts = {name: rows for group in layout.groups for name, rows in group.rows.items()}
+        memo: dict[int, Any] = {}
+        for name, parameter in self._block.named_parameters():
+            local = parts[name].take(parameter, rank).contiguous() if name in parts else parameter.detach()
+            memo[id(parameter)] = nn.Parameter(local)
+        local_block = duplicate(self._block, memo)
+        divide(local_block, layout)
+        rows = {group.row: group.row_part for group in layout.groups}
+        num_replayed = dict.fromkeys(rows, 0)
 
+        def replay(product: MatmulUse, compute: Callable[[], Tensor]) -> Tensor:
+            if product.weight not in rows:
+                return compute()
+            z, result = self._taped[product.weight][num_replayed[product.weight]]
+            start, stop = rows[product.weight].by_rank[rank][0]
+            if not same(product.input, z[..., start:stop]):
+                raise ValueError(f"the input of {product.weight} is not the part that belongs to rank {rank}")
+            num_replayed[product.weight] += 1
+            return result.clone()
 
-@torch.no_grad()
-def first_failure(
-    block: nn.Module, layout: BlockLayout, call: ForwardCall, tape: Tape, rank: int
-) -> tuple[int, str] | None:
-    """The index of the first group that a rank alone does not reproduce, and the reason; None if it reproduces all."""
-    parts = {name: rows for group in layout.groups for name, rows in group.rows.items()}
-    memo: dict[int, Any] = {}
-    for name, parameter in block.named_parameters():
-        local = parts[name].take(parameter, rank).contiguous() if name in parts else parameter.detach()
-        memo[id(parameter)] = nn.Parameter(local)
-    local_block = duplicate(block, memo)
-    divide(local_block, layout)
-    rows = {group.row: group.row_part for group in layout.groups}
-    num_replayed = dict.fromkeys(rows, 0)
-
-    def replay(product: MatmulUse, compute: Callable[[], Tensor]) -> Tensor:
-        if product.weight not in rows:
-            return compute()
-        z, result = tape[product.weight][num_replayed[product.weight]]
-        start, stop = rows[product.weight].by_rank[rank][0]
-        expected = z[..., start:stop]
-        if product.input.shape != expected.shape or not _close(product.input, expected):
-            raise ValueError(f"the input of {product.weight} is not the part that belongs to rank {rank}")
-        num_replayed[product.weight] += 1
-        return result.clone()
-
-    (args, kwargs), _ = fresh(call)
-    args, kwargs = _own_arguments(layout, rank, args, kwargs)
-    try:
-        with _AttentionOfSomething(), SeeProducts(dict(local_block.named_parameters()), replay):
-            local_block(*args, **kwargs)
-    except MISFITS as error:
-        done = [num_replayed[group.row] == len(tape[group.row]) for group in layout.groups]
-        return done.index(False) if False in done else len(done), f"{type(error).__name__}: {error}"
-    return None
+        cut = {place: part for group in layout.groups for place, part in group.inputs.items() if part is not None}
+        arguments: Any = tuple(fresh(self._call)[0])
+        args, kwargs = map_by_place(lambda place, x: cut[place].take(x, rank) if place in cut else x, arguments)
+        try:
+            with _AttentionOfSomething(), SeeProducts(dict(local_block.named_parameters()), replay):
+                local_block(*args, **kwargs)
+        except MISFITS as error:
+            done = [num_replayed[group.row] == len(self._taped[group.row]) for group in layout.groups]
+            return done.index(False) if False in done else len(done), f"{type(error).__name__}: {error}"
+        return None
 
 
 class _AttentionOfSomething(TorchFunctionMode):
@@ -112,95 +114,143 @@ class _AttentionOfSomething(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+Part = Callable[[Tensor, int], Tensor]
+"""This rank's part of a whole tensor along a dim."""
+
+
+class WholePass:
+    """The outputs and gradients of a whole block on one call, for random gradients of its outputs.
+
+    Args:
+        dtype, asked: as for `fresh`.
+    """
+
+    def __init__(
+        self,
+        block: nn.Module,
+        call: ForwardCall,
+        dtype: torch.dtype | None = torch.float32,
+        asked: Set[str] | None = None,
+    ) -> None:
+        self._fresh = partial(fresh, call, dtype, asked)
+        with torch.enable_grad():
+            (args, kwargs), leaves = self._fresh()
+            self.outputs = by_place(block(*args, **kwargs))
+        generator = torch.Generator().manual_seed(0)
+        differentiable = {place: output for place, output in self.outputs.items() if output.requires_grad}
+        self._seeds = {place: torch.rand(x.shape, generator=generator).to(x) for place, x in differentiable.items()}
+        self._gradients = _gradients(block, leaves, self.outputs, self._seeds)
+
+    def compared(
+        self,
+        split: nn.Module,
+        group: dist.ProcessGroup,
+        part: Part,
+        own_rows: Callable[[str, Tensor], Tensor] = lambda name, whole: whole,
+        scatter: Part | None = None,
+        cut: Mapping[str, int] | None = None,
+    ) -> dict[str, int] | str:
+        """The dims of outputs of which `split` returns a rank's part, or a difference on any rank. All ranks call it.
+
+        Args:
+            part: the rank's part of an output, such as a table of positions, which may come in parts.
+            own_rows: the rank's rows of the gradient of a parameter.
+            scatter, cut: cuts the arguments at some places, along these dims; None: arguments are whole.
+        """
+        reason: str | None = None
+        try:
+            with torch.enable_grad():
+                arguments, leaves = self._fresh()
+                if scatter is not None and cut is not None:
+                    arguments = ForwardCall(*changed((arguments.args, arguments.kwargs), scatter, cut))
+                    leaves = {place: leaf for place, leaf in leaves.items() if place in cut}
+                outputs = by_place(split(*arguments.args, **arguments.kwargs))
+            all_dims = {
+                place: dim_of_part(outputs[place].shape, whole.shape, group.size())
+                for place, whole in self.outputs.items()
+            }
+            dims = {place: dim for place, dim in all_dims.items() if dim is not None}
+            own = {place: part(x, dims[place]) if place in dims else x for place, x in self.outputs.items()}
+            if not all(same(outputs[place], expected) for place, expected in own.items()):
+                reason = "its output differs from the whole block's"
+        except (*MISFITS, KeyError) as error:
+            reason = f"{type(error).__name__}: {error}"
+        reason = first_reason(reason, group)  # before backward, in which all ranks meet again
+        if reason is not None:
+            return reason
+        seeds = {place: part(seed, dims[place]) if place in dims else seed for place, seed in self._seeds.items()}
+        gradients = _gradients(split, leaves, outputs, seeds)
+        norms = [float(grad.norm()) for grad in self._gradients.values() if grad is not None and has_values(grad)]
+        # Some gradients, such as that of a bias of keys, are zero but for rounding.
+        rounding = ROUNDING * max(norms, default=0.0)
+        for name, got in gradients.items():
+            whole = self._gradients[name]
+            if whole is not None:
+                expected = own_rows(name, whole)
+                if not same(torch.zeros_like(expected) if got is None else got, expected, rounding):
+                    reason = reason or f"the gradient of {name} differs from the whole block's"
+        return first_reason(reason, group) or dims
+
+
+def _gradients(
+    block: nn.Module, leaves: Mapping[str, Tensor], outputs: Mapping[str, Tensor], seeds: Mapping[str, Tensor]
+) -> dict[str, Tensor | None]:
+    """The gradients of leaves, by place, and of trainable parameters, by name."""
+    named = {**leaves, **{name: p for name, p in block.named_parameters() if p.requires_grad}}
+    ends = [outputs[place] for place in seeds]
+    grads = torch.autograd.grad(ends, list(named.values()), list(seeds.values()), allow_unused=True)
+    return {name: None if grad is None else local_part(grad) for name, grad in zip(named, grads, strict=True)}
+
+
+def first_reason(reason: str | None, group: dist.ProcessGroup) -> str | None:
+    """The reason of the first rank that gives one."""
+    return next((why for why in gather_objects(reason, group) if why is not None), None)
+
+
+def dim_of_part(part: torch.Size, whole: torch.Size, size: int) -> int | None:
+    """The dim along which `part` has the size of one of `size` parts of `whole`; None if there is no such dim."""
+    differing = [dim for dim, (own, total) in enumerate(zip(part, whole, strict=False)) if own != total]
+    is_part = len(part) == len(whole) and len(differing) == 1 and part[differing[0]] * size == whole[differing[0]]
+    return differing[0] if is_part else None
+
+
 def why_refused(block: nn.Module, layout: BlockLayout, call: ForwardCall, cut: ShardingContext) -> str | None:
     """The difference between the whole and the split block on any rank: None if none. All ranks call it."""
-    expected = _Run(block, call, cut)
+    whole = WholePass(block, call)
     split = duplicate(block, {id(parameter): parameter for parameter in block.parameters()})
     split_block(split, layout, cut)
-    got = _Run(split, call, cut, expected)
-    reason = got.reason or _gradients_differ(layout, expected, got, cut.rank)
-    return next((why for why in gather_objects(reason, cut.group) if why is not None), None)
+    rows = {name: part for group in layout.groups for name, part in group.rows.items() if not part.is_shared}
+
+    def own_rows(name: str, gradient: Tensor) -> Tensor:
+        return rows[name].take(gradient, cut.rank) if name in rows else gradient
+
+    def own_part(output: Tensor, dim: int) -> Tensor:
+        return Rows.even(dim, output.shape[dim], cut.degree).take(output, cut.rank)
+
+    result = whole.compared(split, cut.group, own_part, own_rows)
+    return result if isinstance(result, str) else None
 
 
-class _Run:
-    """One forward and backward pass: the outputs, and the gradients at inputs and parameters."""
+def same(got: Tensor, expected: Tensor, rounding: float = 1e-6, eps: float = 0.0) -> bool:
+    """True if two tensors agree up to rounding; without values, if their shapes and dtypes agree.
 
-    def __init__(self, block: nn.Module, call: ForwardCall, cut: ShardingContext, like: _Run | None = None) -> None:
-        block.zero_grad()
-        (args, kwargs), self.inputs = fresh(call)
-        self.outputs = [tensor for tensor in tensors_of(block(*args, **kwargs)) if tensor.requires_grad]
-        self.reason: str | None = None
-        if like is None:
-            generator = torch.Generator().manual_seed(0)
-            self.seeds = [torch.rand(out.shape, generator=generator).to(out.device) for out in self.outputs]
-        else:
-            self.seeds = self._seeds_like(like, cut)
-        if self.reason is None:
-            torch.autograd.backward(self.outputs, self.seeds)
-        self.grads = {name: p.grad for name, p in block.named_parameters()}
-
-    def _seeds_like(self, like: _Run, cut: ShardingContext) -> list[Tensor]:
-        """The seeds of `like`, or this rank's part for outputs that come in parts, as tables of positions do."""
-        if len(self.outputs) != len(like.outputs):
-            self.reason = f"it has {len(self.outputs)} outputs with a gradient instead of {len(like.outputs)}"
-            return []
-        seeds = []
-        for got, expected, seed in zip(self.outputs, like.outputs, like.seeds, strict=True):
-            rows = _part_of(got, expected, cut.degree)
-            if rows is not None:
-                expected, seed = rows.take(expected, cut.rank), rows.take(seed, cut.rank)
-            if got.shape != expected.shape or not _close(got, expected):
-                self.reason = "its output differs from the whole block's"
-            seeds.append(seed)
-        return seeds
+    eps: of the coarsest dtype that was computed with, besides their own.
+    """
+    if got.shape != expected.shape or got.dtype != expected.dtype:
+        return False
+    if not (has_values(got) and has_values(expected)):
+        return True
+    if not expected.is_floating_point():
+        return torch.equal(got, expected)
+    close = max(CLOSE, 8 * torch.finfo(expected.dtype).eps, 8 * eps)
+    return bool((got.detach() - expected.detach()).norm() <= close * expected.detach().norm() + rounding)
 
 
-def _part_of(got: Tensor, whole: Tensor, degree: int) -> Rows | None:
-    """The cut of `whole`, if `got` is the size of a part of it along one dim."""
-    if got.dim() != whole.dim() or got.shape == whole.shape:
-        return None
-    dims = [dim for dim in range(got.dim()) if got.shape[dim] != whole.shape[dim]]
-    if len(dims) != 1 or got.shape[dims[0]] * degree != whole.shape[dims[0]]:
-        return None
-    return Rows.even(dims[0], whole.shape[dims[0]], degree)
+def has_values(tensor: Tensor) -> bool:
+    """True if a tensor has values: it is neither on meta nor fake."""
+    from torch._subclasses.fake_tensor import FakeTensor
 
-
-def _gradients_differ(layout: BlockLayout, expected: _Run, got: _Run, rank: int) -> str | None:
-    for place, tensor in expected.inputs.items():
-        if tensor.grad is None:
-            continue
-        grad = got.inputs[place].grad
-        if not _close(torch.zeros_like(tensor) if grad is None else grad, tensor.grad):
-            return f"the gradient of its argument {place} differs from the whole block's"
-    parts = {name: rows for group in layout.groups for name, rows in group.rows.items()}
-    norms = [float(grad.norm()) for grad in expected.grads.values() if grad is not None]
-    # Some gradients, such as that of a bias of keys, are zero but for rounding.
-    rounding = ROUNDING * max(norms, default=0.0)
-    for name, whole in expected.grads.items():
-        if whole is None:
-            continue
-        part = got.grads[name]
-        if part is not None and hasattr(part, "to_local"):
-            whole, part = parts[name].take(whole, rank), part.to_local()
-        if part is None or not _close(part, whole, rounding):
-            return f"the gradient of {name} differs from the whole block's"
-    return None
-
-
-def _own_arguments(layout: BlockLayout, rank: int, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    inputs = {place: rows for group in layout.groups for place, rows in group.inputs.items()}
-
-    def cut(place: str, tensor: Tensor) -> Tensor:
-        rows = inputs.get(place)
-        return tensor if rows is None else rows.take(tensor, rank)
-
-    return map_by_place(cut, (args, kwargs))
-
-
-def _close(got: Tensor, expected: Tensor, rounding: float = 1e-6) -> bool:
-    """True if two tensors agree up to rounding; non-finite values agree with nothing."""
-    error = (got.detach() - expected.detach()).norm()
-    return bool(error <= CLOSE * expected.detach().norm() + rounding)
+    return not (tensor.is_meta or isinstance(tensor, FakeTensor))
 
 
 T = TypeVar("T")
@@ -208,32 +258,22 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks of a layout's trials: `degree`, of which this process acts as those in `own`.
+    """The ranks of a layout's trials: those of a mesh of one axis, or `degree` that need not exist.
 
     Without a mesh one process is each in turn: for plans without other processes, and no trial has collectives.
     """
 
     degree: int
-    own: Sequence[int]
     mesh: DeviceMesh | None = None
 
-    @classmethod
-    def of(cls, mesh: DeviceMesh) -> Ranks:
-        """The ranks of a mesh of one axis."""
-        return cls(mesh.size(), (mesh.get_local_rank(),), mesh)
-
-    @classmethod
-    def alone(cls, degree: int) -> Ranks:
-        """All ranks in one process."""
-        return cls(degree, range(degree))
+    @property
+    def own(self) -> Sequence[int]:
+        """The ranks that this process acts as."""
+        return range(self.degree) if self.mesh is None else (self.mesh.get_local_rank(),)
 
     def gather(self, value: T) -> list[T]:
         """The `value` of every process."""
         return [value] if self.mesh is None else gather_objects(value, self.mesh.get_group())
-
-
-EvaluateModel = Callable[[nn.Module], Any]
-"""Calls the model on a batch and returns its output."""
 
 
 class Watched:
@@ -241,20 +281,26 @@ class Watched:
 
     def __init__(self, model: nn.Module, run: EvaluateModel) -> None:
         self.blocks = blocks_of(model)
-        self.kinds = _kinds(self.blocks)
-        first = {paths[0]: self.blocks[paths[0]] for paths in self.kinds}
+        kinds: dict[Any, list[str]] = {}
+        for path, block in self.blocks.items():
+            kinds.setdefault((type(block), tuple(shapes_of(block).items())), []).append(path)
+        self.kinds = list(kinds.values())
+        """The paths of blocks that are of one class and have the same parameters."""
         inner = {id(p) for block in self.blocks.values() for p in block.parameters()}
         outer = {name: p for name, p in model.named_parameters() if id(p) not in inner}
         self.products: list[MatmulUse] = []
         self._eps = 0.0  # of the coarsest dtype that was computed with
-        with preserved_state(model), evaluating(model), SeeProducts(outer, self._note) as mode:
-            outputs: list[Any] = []
-            self.calls = record_calls(model, first, lambda model: outputs.append(run(model)))
-        self.output = [tensor.clone() for tensor in tensors_of(outputs[0])]
-        self.tables: dict[str, int] = {}
-        """Rows that were looked up, by table."""
-        for lookup in mode.lookups:
-            self.tables[lookup.table] = self.tables.get(lookup.table, 0) + lookup.num_rows
+        self.num_calls: Counter[nn.Module] = Counter()  # of linear layers and tables
+        with ExitStack() as hooks, preserved_state(model), SeeProducts(outer, self._note) as mode:
+            for module in model.modules():
+                if isinstance(module, (nn.Linear, nn.Embedding)):
+                    hooks.enter_context(
+                        module.register_forward_hook(lambda called, *_: self.num_calls.update([called]))
+                    )
+            evaluation = Evaluation(model, self.blocks, run)
+        self.calls = {path: evaluation.calls[calls.kind] for path, calls in evaluation.blocks.items()}
+        self.output = [tensor.clone() for tensor in tensors_of(evaluation.output)]
+        self.tables, self.uses = mode.looked_up, mode.uses
 
     def example(self, path: str) -> tuple[nn.Module, ForwardCall]:
         """The block that represents all of the same kind as the one at `path`, and its call."""
@@ -277,18 +323,8 @@ class Watched:
         with preserved_state(model), evaluating(model):
             output = tensors_of(run(model))
         for got, expected in zip(output, self.output, strict=True):
-            tolerance = max(CLOSE, 8 * torch.finfo(expected.dtype).eps, 8 * self._eps)
-            error = (got - expected.to(got.device)).norm() if got.shape == expected.shape else torch.inf
-            if not error <= tolerance * expected.norm().to(got.device) + 1e-6:
+            if not same(got, expected.to(got.device), eps=self._eps):
                 raise AtorchError(
                     f"{type(model).__name__} has another output after it was split over tensor, though each of its "
                     "blocks had the same; name what is to be split in a plan, and report this"
                 )
-
-
-def _kinds(blocks: Mapping[str, nn.Module]) -> list[list[str]]:
-    """The paths of blocks that are of one class and have the same parameters."""
-    kinds: dict[Any, list[str]] = {}
-    for path, block in blocks.items():
-        kinds.setdefault((type(block), tuple(shapes_of(block).items())), []).append(path)
-    return list(kinds.values())

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from atorch.runtime.tensor_parallel.derive import derive
-from atorch.runtime.tensor_parallel.derive.block_sandbox import ForwardCall, record_calls, sandboxed
+from atorch.runtime.tensor_parallel.derive.block_sandbox import Evaluation, ForwardCall, sandboxed
 from atorch.runtime.tensor_parallel.layout import BlockLayout, Rows
 
 WIDTH, TOKENS = 8, 6
@@ -154,6 +154,6 @@ def test_arguments_that_have_a_graph_are_recorded() -> None:
         with torch.enable_grad():
             model(given * 2)
 
-    (argument,) = record_calls(block, {"": block}, run)[""].args
+    (((argument,), _),) = Evaluation(block, {"": block}, run).calls.values()
     assert torch.equal(argument, given * 2)
     assert argument.is_leaf
