@@ -13,6 +13,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.contract.job import distance, updates
+
 STEPS, BATCH, SEQ, VOCAB = 3, 12, 6, 40
 
 
@@ -26,17 +28,6 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(F.gelu(self.up(self.norm(x))))
-
-
-class Residual(nn.Module):
-    """A block of the layers that it is given."""
-
-    def __init__(self, *layers: nn.Module) -> None:
-        super().__init__()
-        self.branch = nn.Sequential(*layers)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.branch(x)
 
 
 class Awkward(nn.Module):
@@ -147,11 +138,8 @@ def deviation(model: nn.Module, name: str, accumulate: int = 1) -> float:
     plain = make(name)
     before = {key: value.clone() for key, value in plain.state_dict().items()}
     train(plain, sgd(param_groups(plain)), accumulate=accumulate)
-    expected = {key: value - before[key] for key, value in plain.state_dict().items()}
-    got = {key: whole(value) - before[key] for key, value in model.state_dict().items()}
-    assert got.keys() == expected.keys(), sorted(got.keys() ^ expected.keys())
-    difference = torch.stack([(got[key] - expected[key]).norm() for key in expected]).norm()
-    return float(difference / torch.stack([value.norm() for value in expected.values()]).norm())
+    got = {key: whole(value) for key, value in model.state_dict().items()}
+    return distance(updates(before, got), updates(before, plain.state_dict()))
 
 
 def clear(optim: torch.optim.Optimizer) -> None:

@@ -13,7 +13,7 @@ from atorch.model.structure import repeated_blocks
 from atorch.runtime.memory.offload_activations import offload_activations
 from atorch.runtime.memory.recompute import checkpoint_wrapper
 from tests.runtime.chunk.test_training import FAMILIES, fresh
-from tests.runtime.sharing import Residual
+from tests.zoo import Residual
 
 WIDTH, ROWS = 8, 5
 

@@ -1,7 +1,5 @@
 """Half precision with fp32 masters: nothing small is lost, and the optimizer looks like one of the model's weights."""
 
-import copy
-
 import pytest
 import torch
 from torch import nn
@@ -176,34 +174,6 @@ def test_frozen_and_fp32_parameters_have_no_master():
         temperature.grad = None
         optim.step()
     torch.testing.assert_close(masters(optim)[-1], torch.full((8, 4), 1 - 0.1 * 2.0**-5))
-
-
-@HALVES
-def test_the_state_goes_round(dtype):
-    make = lambda groups: torch.optim.AdamW(groups, lr=0.01)  # noqa: E731
-    net, optim = halved(dtype, make)
-    set_gradients(net)
-    optim.step()
-    saved, weights = copy.deepcopy(optim.state_dict()), net.state_dict()
-    assert "master" not in next(iter(optim.inner.state.values()))
-    other, second = halved(dtype, make, net=nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)))
-    other.load_state_dict(weights)
-    second.load_state_dict(saved)
-    for _ in range(3):
-        for model, each in ((net, optim), (other, second)):
-            set_gradients(model, 0.3)
-            each.step()
-    assert all(torch.equal(a, b) for a, b in zip(masters(optim), masters(second), strict=True))
-    assert all(torch.equal(a, b) for a, b in zip(net.parameters(), other.parameters(), strict=True))
-    assert all(state["exp_avg"].dtype == torch.float32 for state in second.state.values())
-
-
-def test_a_state_before_the_first_step_goes_round():
-    net, optim = halved()
-    other, second = halved(net=nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)))
-    second.load_state_dict(optim.state_dict())
-    assert all(torch.equal(a, b) for a, b in zip(masters(optim), masters(second), strict=True))
-    assert all(torch.equal(a, b) for a, b in zip(net.parameters(), other.parameters(), strict=True))
 
 
 def test_written_weights_are_not_overwritten_by_old_masters():
