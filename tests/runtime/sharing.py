@@ -11,7 +11,6 @@ import transformers
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.contract.job import distance, updates
 
@@ -150,17 +149,3 @@ def clear(optim: torch.optim.Optimizer) -> None:
 def replace(optim: torch.optim.Optimizer) -> None:
     """Put an empty state in the place of an optimizer's."""
     optim.state = defaultdict(dict)
-
-
-class CopiesToHost(TorchDispatchMode):
-    """Notes of each copy from an accelerator to host memory whether it was waited for."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.waited: list[bool] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten._to_copy.default and args[0].device.type == "cuda" and found.device.type == "cpu":
-            self.waited.append(not (kwargs or {}).get("non_blocking", False))
-        return found

@@ -5,7 +5,6 @@ import gc
 import sys
 import types
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,12 +12,11 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from atorch.runtime.fused import FusedRMSNorm, Variant, fuse_cross_entropy, fuse_layer_norms, fuse_rms_norms, recognise
 from atorch.runtime.fused.attention import fuse_multihead_attention, use_sdpa
 from tests import language_models
-from tests.runtime.memory.checkpointed import saved_bytes
+from tests.operations import operations, saved_bytes
 
 transformers = pytest.importorskip("transformers")
 
@@ -29,25 +27,11 @@ LEFT_PADDED[0, :5] = 0
 RIGHT_PADDED = LEFT_PADDED.flip(1)
 
 
-class Operations(TorchDispatchMode):
-    """Counts the aten operations that run, by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.counts[func.overloadpacket.__name__] += 1
-        return func(*args, **(kwargs or {}))
-
-    def count(self, part: str) -> int:
-        return sum(count for name, count in self.counts.items() if part in name)
-
-
-def operations(run: Callable[[], object]) -> Operations:
-    with Operations() as seen:
-        run()
-    return seen
+def attentions(run: Callable[[], object]) -> tuple[int, int]:
+    """How often softmax runs, and attention as one operation."""
+    counts = operations(run)
+    one, other = ([number for name, number in counts.items() if part in name] for part in ("softmax", "scaled_dot"))
+    return sum(one), sum(other)
 
 
 def bert() -> nn.Module:
@@ -116,16 +100,13 @@ class TestHuggingFace:
     def test_sdpa_runs_and_computes_the_same(self, make: Callable[[], nn.Module], forward: Forward) -> None:
         model = make().eval()
         before = gradients(model, forward)
-        eager = operations(lambda: forward(model))
-        assert eager.count("softmax") == (4 if make is clip else 2)
-        assert eager.count("scaled_dot_product") == 0
+        number = 4 if make is clip else 2
+        assert attentions(lambda: forward(model)) == (number, 0)
 
         report = use_sdpa(model)
 
         assert len(report.swapped) == (2 if make is clip else 1) + (make is clip)
-        fused = operations(lambda: forward(model))
-        assert fused.count("softmax") == 0
-        assert fused.count("scaled_dot_product") == (4 if make is clip else 2)
+        assert attentions(lambda: forward(model)) == (0, number)
         assert_as(before, model, forward)
 
     @pytest.mark.parametrize(
@@ -161,7 +142,7 @@ class TestHuggingFace:
         inner = peft.get_peft_model(llama(), peft.LoraConfig(target_modules=["q_proj"]))
         report = use_sdpa(nn.ModuleDict({"policy": inner}))
         assert [swap.names for swap in report.swapped] == [("policy.base_model.model",)]
-        assert operations(lambda: tokens(inner)).count("scaled_dot_product") == 2
+        assert attentions(lambda: tokens(inner))[1] == 2
 
 
 class Attending(nn.Module):
@@ -201,8 +182,7 @@ class TestMultiheadAttention:
         assert [swap.names for swap in report.swapped] == [("attention",)]
         assert all(one is other for one, other in zip(model.parameters(), parameters, strict=True))
         assert list(model.state_dict()) == list(state)
-        seen = operations(lambda: model(x, **inputs))
-        assert (seen.count("scaled_dot_product"), seen.count("softmax")) == (1, 0)
+        assert attentions(lambda: model(x, **inputs)) == (0, 1)
         assert_as(before, model, lambda m: m(x, **inputs))
 
     @pytest.mark.parametrize("average", [True, False])

@@ -19,7 +19,8 @@ from atorch.runtime.memory.recompute import (
     checkpoint_wrapper,
     disable_checkpointing,
 )
-from tests.runtime.memory.checkpointed import FORMS, calls_of, every_form, saved_bytes
+from tests.operations import saved_bytes
+from tests.runtime.memory.checkpointed import FORMS, calls_of, every_form
 
 
 @dataclass

@@ -3,42 +3,35 @@
 import copy
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 
 from atorch.runtime.memory.forward_state import policy
 from atorch.runtime.memory.recompute import checkpoint_wrapper
+from tests.operations import Watch, operations
 from tests.zoo import Transformer
 
 ATEN = torch.ops.aten
 
 
-class Calls(TorchDispatchMode):
-    """Counts operations, and watches whether their results live."""
+@contextmanager
+def results() -> Iterator[Callable[[], Counter[str]]]:
+    """How many results of each operation that runs inside are still held."""
+    made: list[tuple[str, Callable[[], Any]]] = []
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.count: Counter[str] = Counter()
-        self.results: list[tuple[str, Callable[[], Any]]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        self.count[name] += 1
-        out = func(*args, **(kwargs or {}))
+    def see(func: Any, _: Any, __: Any, out: Any) -> None:
         first = out[0] if isinstance(out, tuple) else out
         if isinstance(first, Tensor):
-            self.results.append((name, weakref.ref(first.untyped_storage())))
-        return out
+            made.append((func.overloadpacket.__name__, weakref.ref(first.untyped_storage())))
 
-    def alive(self) -> Counter[str]:
-        """How many results of each operation are still held."""
-        return Counter(name for name, storage in self.results if storage() is not None)
+    with Watch(see):
+        yield lambda: Counter(name for name, storage in made if storage() is not None)
 
 
 def inputs() -> Tensor:
@@ -72,9 +65,7 @@ def again(**knobs: Any) -> Counter[str]:
     """The operations that a recomputation adds."""
     counts = []
     for module in pair(**knobs):
-        with Calls() as calls:
-            gradients(module)
-        counts.append(calls.count)
+        counts.append(operations(lambda module=module: gradients(module)))
     assert counts[0]["_scaled_dot_product_flash_attention_for_cpu"] == (0 if knobs else 1)
     return counts[1] - counts[0]
 
@@ -89,16 +80,16 @@ def test_products_and_attention_run_once_and_the_rest_and_scores_that_are_writte
 def test_results_of_products_and_attention_are_what_is_kept() -> None:
     _, twin = pair()
     x = inputs()
-    with Calls() as calls:
+    with results() as held:
         out = twin(x * 2)
-    alive = calls.alive()
+    alive = held()
     assert alive["addmm"] == 4
     assert alive["_scaled_dot_product_flash_attention_for_cpu"] == 1
     assert not alive["tanh"]
     assert not alive["native_layer_norm"]
     out.sum().backward()
     del out
-    assert not calls.alive()["addmm"], "nothing is held once backward is through"
+    assert not held()["addmm"], "nothing is held once backward is through"
 
 
 Q = torch.empty(0)

@@ -13,6 +13,7 @@ from torch import nn
 from atorch.errors import ArgumentError
 from atorch.logs import say_once
 from atorch.runtime.precision.amp import LossScale, ScaledOptimizer, autocast_forward, autocast_loss, scale_loss
+from tests.pool import on_ranks
 
 
 class Net(nn.Module):
@@ -208,6 +209,16 @@ def test_sparse_gradients_are_added_up_and_a_closure_is_refused():
     optim = ScaledOptimizer(torch.optim.LBFGS([nn.Parameter(torch.ones(2))]), LossScale())
     with pytest.raises(ArgumentError, match="closure"):
         optim.step(lambda: 1.0)
+
+
+@on_ranks()
+def test_an_overflow_in_one_ranks_share_stops_all(rank, size):
+    share = nn.Parameter(torch.ones(2))
+    optim = ScaledOptimizer(torch.optim.SGD([share], lr=0.1), LossScale())
+    share.grad = torch.full((2,), math.inf if rank == 1 else 1.0)
+    optim.step()
+    assert optim.step_was_skipped
+    assert share.tolist() == [1.0, 1.0]
 
 
 def with_penalty(model, x, loss_func, scale, within):
