@@ -118,9 +118,6 @@ MEGATRON = ("sequence_parallel", {"mode": "megatron"})
 OUT_OF_ORDER = ("parallel_mode", ([("context", 2), ("sequence", 2)], None))
 
 
-PUT_OFF = ("pipeline_parallel", {"schedule": "zero_bubble"})
-
-
 def piped(**knobs: Any) -> list[Any]:
     return [("parallel_mode", ([("pipeline", 2)], None)), *EARLY, ("pipeline_parallel", knobs)]
 
@@ -188,13 +185,6 @@ ALONE: list[tuple[list[Any], str, dict[str, Any]]] = [
     (piped(split_points=["model.layers.0", "model.layers.1"]), "begin at 1", {}),
     (piped(), "inside loss_func", {"loss_func": None}),
     ([*piped(schedule="zero_bubble"), "compile"], "zero_bubble", {}),
-    (piped(micro_batches=3), "3 micro-batches do not divide the 8 rows", {}),
-    ([*piped(), ("micro_batch", {"size": 3})], "micro-batches of 3 rows do not divide the 8 rows", {}),
-    (piped(split_points=["model.layers.9"]), "'model.layers.9', where no stage can begin", {}),
-    (piped(split_points=["model.layers.1.mlp"]), "lies inside of model.layers.1", {}),
-    (piped(split_points=["model.embed_tokens"]), "nothing before the first", {}),
-    ([*piped(), ("micro_batch", {"size": 2, "reduce": "each"})], "reduce", {}),
-    ([*piped(schedule="zero_bubble")[:2], ("checkpoint", {"selective": True}), PUT_OFF], "leave selective", {}),
     ([*EARLY, MEGATRON], "completes tensor_parallel, which is not in the strategy", {}),
     ([TENSOR, "tensor_parallel", MEGATRON], "give sequences of a multiple of 2 tokens", {"dataset": OddTokens()}),
     ([SEQUENCE, "sequence_parallel"], "layers.0 calls no scaled_dot_product.*attn_implementation='sdpa'", EAGER),

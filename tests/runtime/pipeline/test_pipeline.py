@@ -15,8 +15,7 @@ from atorch.errors import ArgumentError, StrategyError
 from atorch.runtime.pipeline import engine
 from atorch.runtime.pipeline.schedules import make_schedule
 from atorch.runtime.pipeline.stand_ins import Away, need_values
-from tests.auto.training import refusal
-from tests.contract.test_refusals import assert_refused
+from tests.auto.training import refusal, run_each
 from tests.pool import Pool, RankFailure, on_ranks
 from tests.runtime.pipeline.job import ROWS, SEQ, WIDTH, Samples, TwiceUsed, accelerated, loss_func, make_model, train
 
@@ -277,9 +276,40 @@ class Returning(TwiceUsed):
         self.layers = nn.ModuleList(Opaque() for _ in range(2))
 
 
-def test_a_block_that_returns_an_object_is_refused(pool: Pool) -> None:
-    more = {"model": Returning, "dataset": Samples("twice", ROWS), "loss_func": loss_func}
-    assert_refused(pool, [([*stages()], "sdpa", more)], ["layers.0 returns a Module"])
+OWN = {"returning": Returning}
+
+
+def refused(rank: int, size: int, name: str, strategy: list[Any]) -> tuple[str, str]:
+    model = OWN[name]() if name in OWN else make_model(name)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    classes = [type(module) for module in model.modules()]
+    try:
+        accelerated(model, strategy, Samples("twice", 2 * ROWS))
+    except Exception as error:
+        assert [type(module) for module in model.modules()] == classes
+        after = model.state_dict()
+        assert after.keys() == before.keys()
+        assert all(value.equal(before[key]) for key, value in after.items())
+        return type(error).__name__, str(error)
+    return "", "nothing was refused"
+
+
+REFUSED = [  # a model, a strategy, and what is told; the contract has more
+    ("gpt2", stages(micro_batches=3), "3 micro-batches do not divide the 8 rows"),
+    ("gpt2", [*stages(), ("micro_batch", {"size": 3})], "micro-batches of 3 rows do not divide the 8 rows"),
+    ("gpt2", stages(split_points=["transformer.h.9"]), "'transformer.h.9', where no stage can begin"),
+    ("gpt2", stages(split_points=["transformer.h.1.attn"]), "lies inside of transformer.h.1"),
+    ("gpt2", stages(split_points=["transformer.wte"]), "nothing before the first"),
+    ("gpt2", [*stages(), ("micro_batch", {"size": 2, "reduce": "each"})], "reduce"),
+    ("gpt2", [*stages(schedule="zero_bubble"), ("checkpoint", {"selective": True})], "leave selective"),
+    ("returning", stages(), "layers.0 returns a Module"),
+]
+
+
+def test_is_refused_before_anything_is_changed(pool: Pool) -> None:
+    found = run_each(pool, refused, [(name, strategy) for name, strategy, _ in REFUSED])
+    for of_ranks, (*_, message) in zip(found, REFUSED, strict=True):
+        assert all(kind == StrategyError.__name__ and message in told for kind, told in of_ranks), of_ranks
 
 
 @on_ranks()
