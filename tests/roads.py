@@ -13,6 +13,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.data import Dataset
 
 from atorch import auto_accelerate
+from tests.contract.job import distance, updates
 
 WIDTH, BATCH, STEPS = 16, 8, 4
 
@@ -267,6 +268,4 @@ def deviation(rank: int, size: int, strategy: Any, road: str) -> float:
     """‖Δp − Δp_ref‖ / ‖Δp_ref‖ after the epoch."""
     before, expected = net(road).state_dict(), trained_plainly(net(road))
     found = trained(strategy, road)
-    off = torch.cat([(found[name] - each).flatten() for name, each in expected.items()])
-    moved = torch.cat([(each - before[name]).flatten() for name, each in expected.items()])
-    return float(off.norm() / moved.norm())
+    return distance(updates(before, found), updates(before, expected))

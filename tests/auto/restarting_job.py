@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,23 +14,14 @@ from torch import nn
 from atorch import auto_accelerate, resume_or_start, save_checkpoint
 
 
-class Net(nn.Module):
-    """A model that draws random numbers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.3), nn.Linear(16, 1))
-
-    def forward(self, batch: list[torch.Tensor]) -> torch.Tensor:
-        return self.layers(batch[0])
-
-
 def job(strategy: list[Any]) -> Any:
     """The result for a model that draws random numbers, on shuffled data."""
-    data = torch.utils.data.TensorDataset(torch.randn(24, 8, generator=torch.Generator().manual_seed(1)))
+    data = list(torch.randn(24, 8, generator=torch.Generator().manual_seed(1)))
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.3), nn.Linear(16, 1))
+    model = nn.Sequential(OrderedDict(layers=layers))
     return auto_accelerate(
-        Net(), torch.optim.AdamW, data, lambda batch, output: output.square().mean(), load_strategy=strategy,
+        model, torch.optim.AdamW, data, lambda batch, output: output.square().mean(), load_strategy=strategy,
         dataloader_args={"batch_size": 4, "shuffle": True}, optim_args={"lr": 1e-2}, timeout=60.0,
     )[1]  # fmt: skip
 

@@ -74,26 +74,6 @@ def test_the_result_unpacks_as_documented() -> None:
     assert (bare.optim, bare.dataloader, bare.loss_func) == (None, None, None)
 
 
-def test_a_step_trains_and_schedules() -> None:
-    _, result, _ = auto_accelerate(Net(), **job(dataloader_args={"batch_size": 16}))
-    losses = [float(result.step(batch)) for _ in range(20) for batch in result.dataloader]
-    assert losses[-1] < losses[0]
-
-    more = {"lr_scheduler_cls": StepLR, "lr_scheduler_args": {"step_size": 1, "gamma": 0.5}}
-    _, result, _ = auto_accelerate(Net(), **job(**more))
-    result.step(next(iter(result.dataloader)))
-    assert result.optim.param_groups[0]["lr"] == 0.05
-    assert result.lr_scheduler.get_last_lr() == [0.05]
-
-    def with_extra(batch: Any, output: torch.Tensor) -> tuple[torch.Tensor, str]:
-        return loss_func(batch, output), "extra"
-
-    _, result, _ = auto_accelerate(Net(), **job(loss_func=with_extra))
-    batch = next(iter(result.dataloader))
-    assert result.loss_func(batch, result.model(*batch))[1] == "extra"
-    assert result.step(batch).dim() == 0
-
-
 def test_a_strategy_is_saved_and_reused(tmp_path: Path) -> None:
     path = tmp_path / "strategy.json"
     _, _, first = auto_accelerate(Net(), **job(load_strategy=[("amp_native", "bf16")], save_strategy_to_file=str(path)))
@@ -152,22 +132,9 @@ ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"lr_scheduler_cls": "StepLR"}, "the class itself, torch.optim.lr_scheduler.StepLR"),
     ({"lr_scheduler_cls": torch.optim.SGD}, "give a class of torch.optim.lr_scheduler"),
     ({"lr_scheduler_cls": lambda optim: None}, "returned None, which has no step"),
-    (
-        {"lr_scheduler_cls": StepLR, "lr_scheduler_args": {"stepsize": 1}},
-        "lr_scheduler_args has 'stepsize', which StepLR does not take; did you mean 'step_size'",
-    ),
-    (
-        {"lr_scheduler_cls": OneCycleLR, "lr_scheduler_args": {"max_lr": 1}},
-        "cannot be made with lr_scheduler_args {'max_lr': 1}: You must define",
-    ),
-    (
-        {"lr_scheduler_cls": StepLR, "lr_scheduler_args": {"step_size": "3"}},
-        "StepLR made with lr_scheduler_args {'step_size': '3'} cannot step: ",
-    ),
-    (
-        {"lr_scheduler_cls": LinearLR, "lr_scheduler_args": {"total_iters": "3"}},
-        "LinearLR made with lr_scheduler_args {'total_iters': '3'} cannot step: ",
-    ),
+    ({"lr_scheduler_cls": StepLR, "lr_scheduler_args": {"stepsize": 1}}, "'stepsize', .*; did you mean 'step_size'"),
+    ({"lr_scheduler_cls": OneCycleLR, "lr_scheduler_args": {"max_lr": 1}}, "{'max_lr': 1}: You must define"),
+    ({"lr_scheduler_cls": LinearLR, "lr_scheduler_args": {"total_iters": "3"}}, "{'total_iters': '3'} cannot step: "),
     ({"lr_scheduler_args": {"step_size": 1}}, "of no scheduler; give its class too"),
     ({"dataset": lambda: PAIRS}, "dataset is a function; .* give what it returns"),
     ({"dataset": iter(PAIRS)}, r"give list\(dataset\)"),
@@ -228,11 +195,7 @@ def test_what_does_not_hold_is_refused(error: type[Exception], more: dict[str, A
 @pytest.mark.parametrize(
     ("more", "batch", "message"),
     [
-        (
-            {"model_input_format": "unpack_dict"},
-            [torch.zeros(1, 4)],
-            r"a list of 1 \(Tensor\).* give 'unpack_sequence'",
-        ),
+        ({"model_input_format": "unpack_dict"}, [torch.zeros(1, 4)], "a list of 1 .* give 'unpack_sequence'"),
         ({}, {"x": torch.zeros(1, 4)}, r"a dict of \['x'\].* give 'unpack_dict'"),
         (
             {"model_input_format": None, "load_strategy": [("micro_batch", {"size": 1})], "verify": False},

@@ -1,5 +1,6 @@
 """An optimizer and a DataLoader that exist already: made again exactly, or refused by name."""
 
+from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -12,25 +13,17 @@ from atorch.auto.adapters import adapted
 from atorch.errors import ArgumentError
 from tests.auto.training import accelerate, accelerated_steps, steps
 from tests.pool import Pool
+from tests.zoo import Labelled
 
 PAIRS = loading.TensorDataset(torch.randn(16, 4, generator=torch.Generator().manual_seed(0)), torch.arange(16.0))
 DATA2 = [("parallel_mode", ([("data", 2)], None))]
 STAGES2 = [("parallel_mode", ([("pipeline", 2)], None)), ("pipeline_parallel", {"micro_batches": 2})]
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2)))
-        self.head = nn.Linear(4, 1)
-
-    def forward(self, x: torch.Tensor, label: torch.Tensor | None = None) -> torch.Tensor:
-        return self.head(self.blocks(x))
-
-
-def model_of(seed: int = 0) -> Net:
+def model_of(seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
-    return Net()
+    blocks = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2)))
+    return Labelled(OrderedDict(blocks=blocks, head=nn.Linear(4, 1)))
 
 
 def loss_func(batch: Any, output: torch.Tensor) -> torch.Tensor:

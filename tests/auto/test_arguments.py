@@ -3,7 +3,7 @@
 import functools
 import re
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,7 @@ class Wide(Net):
 class Turned(nn.Module):
     """The parameters of `Net`, in another order."""
 
-    def __init__(self, order: tuple[str, ...] = ("weight", "bias")) -> None:
+    def __init__(self, order: tuple[str, ...]) -> None:
         super().__init__()
         values = {"weight": torch.zeros(1, 4), "bias": torch.zeros(1, 4)}
         for name in order:
@@ -68,69 +68,53 @@ def frozen() -> nn.Module:
     return model
 
 
-def differences(rank: int, folder: str) -> dict[str, tuple[str, dict[str, Any]]]:
-    """Per case what is told, and the arguments of a rank: those of `job`, and on rank 1 one that differs.
+def scheduler(step_size: int) -> dict[str, Any]:
+    return {"lr_scheduler_cls": StepLR, "lr_scheduler_args": {"step_size": step_size}}
 
-    "x is A | B" stands for "x is A on rank 0 and B on rank 1".
-    """
-    one, path = rank == 1, f"{folder}/strategy.json"
-    partial = functools.partial(torch.optim.SGD, lr=0.2 if one else 0.1)
-    scheduler = {"lr_scheduler_cls": StepLR, "lr_scheduler_args": {"step_size": 2 if one else 3}}
-    moving: Any = (lambda data, to: data) if one else (lambda data, to: (*data,))
-    saved = "save_strategy_to_file is"
-    return {
-        "load_strategy": ("load_strategy is .*ddp.* | .*fsdp.*", {"load_strategy": ["fsdp"] if one else ["ddp"]}),
-        "knob": ("load_strategy is .*6.* | .*5.*", {"load_strategy": [("ddp", {"bucket_cap_mb": 5 if one else 6})]}),
-        "search and load": ("load_strategy is .*ddp.* | None", {"load_strategy": None if one else ["ddp"]}),
-        "finetune": ("finetune_strategy is False | True", {"finetune_strategy": one}),
-        "dry run": ("ignore_dryrun_on_load_strategy is True | False", {"ignore_dryrun_on_load_strategy": not one}),
-        "no dataset": ("dataset is a list of 16 samples | None", {"dataset": None if one else PAIRS}),
-        "no dataset, search": (
-            "so they need dataset.* Processes differ: dataset is a list of 16 samples | None",
-            {"load_strategy": None, "dataset": None if one else PAIRS},
-        ),
-        "length": ("a list of 16 samples | a list of 8 samples", {"dataset": PAIRS[:8] if one else PAIRS}),
-        "dataset type": ("a list of 16 samples | a tuple of 16 samples", {"dataset": tuple(PAIRS) if one else PAIRS}),
-        "batch size": (r"args\['batch_size'\] is 4 | 8", {"dataloader_args": {"batch_size": 8 if one else 4}}),
-        "learning rate": (r"optim_args\['lr'\] is 0.1 | 0.2", {"optim_args": {"lr": 0.2 if one else 0.1}}),
-        "optimizer": ("optim_func is .*SGD | .*Adam", {"optim_func": torch.optim.Adam if one else torch.optim.SGD}),
-        "no optimizer": ("optim_func is .*SGD | None", {"optim_func": None if one else torch.optim.SGD}),
-        "partial": ("optim_func's argument 'lr' is 0.1 | 0.2", {"optim_args": None, "optim_func": partial}),
-        "closure": (r"the optimizer's group 0\['lr'\] is 0.1 | 0.2", {"optim_func": drawn_from_elsewhere(rank)}),
-        "scheduler": (r"lr_scheduler_args\['step_size'\] is 3 | 2", scheduler),
-        "loss": ("loss_func is .*loss_func.* | .*other_loss.*", {"loss_func": other_loss if one else loss_func}),
-        "lambda": ("prepare_input is .*lambda.*code.* | .*lambda.*code.*", {"prepare_input": moving}),
-        "form": (
-            "input_format is 'unpack_sequence' | None",
-            {"model_input_format": None if one else "unpack_sequence"},
-        ),
-        "excluded": (
-            r"excluded\[0\] is not given | 'fsdp'",
-            {"load_strategy": None, "excluded": ["fsdp"] if one else None},
-        ),
-        "seed": ("sampler_seed is 2 | 1", {"sampler_seed": 1 if one else 2}),
-        "time limit": ("time_limit is 4 | 3", {"load_strategy": None, "time_limit": 3 if one else 4}),
-        "option": ("find_unused_parameters is False | True", {"find_unused_parameters": one}),
-        "keyword": ("rank 1 failed: .* no argument 'verbos'; did you mean 'verbose'", {"verbos": True} if one else {}),
-        "keyword of one": ("time_limit is None | 3", {"time_limit": 3} if one else {}),
-        "saved": (f"{saved} not given | given", {"save_strategy_to_file": path if one else None}),
-        "saved by 0": (f"{saved} given | not given", {"save_strategy_to_file": None if one else path}),
-        "file": ("rank 1 failed: .*none.json", {"load_strategy": f"{folder}/{'none' if one else 'ddp'}.json"}),
-        "model": (
-            r"parameter 0 of the model is 'linear.weight' \(1, 4\) .* | .* \(1, 8\) .*",
-            {"model": Wide() if one else Net()},
-        ),
-        "no model": ("rank 1 failed: model is NoneType", {"model": None if one else Net()}),
-        "order": (
-            "parameter 0 of the model is 'weight' .* | 'bias' .*",
-            {"model": Turned(("bias", "weight")) if one else Turned()},
-        ),
-        "frozen": (
-            "parameter 1 of the model is 'linear.bias' .*, trains | .* is frozen .*",
-            {"model": frozen() if one else Net()},
-        ),
-        "eval": ("the model is a .*Net in training mode | .* in eval mode", {"model": Net().eval() if one else Net()}),
-    }
+
+def partial(rate: float) -> dict[str, Any]:
+    return {"optim_args": None, "optim_func": functools.partial(torch.optim.SGD, lr=rate)}
+
+
+MOVING = [lambda data, to: (*data,), lambda data, to: data]
+SAVED = "save_strategy_to_file is"
+DIFFERENCES: Mapping[str, tuple[str, Callable[[int], dict[str, Any]]]] = {
+    "load_strategy": ("load_strategy is .*ddp.* | .*fsdp.*", lambda rank: {"load_strategy": [("ddp", "fsdp")[rank]]}),
+    "search and load": ("is .*ddp.* | None", lambda rank: {"load_strategy": (["ddp"], None)[rank]}),
+    "finetune": ("finetune_strategy is False | True", lambda rank: {"finetune_strategy": rank == 1}),
+    "no dataset": ("dataset is a list of 16 samples | None", lambda rank: {"dataset": (PAIRS, None)[rank]}),
+    "no dataset, search": (
+        "so they need dataset.* Processes differ: dataset is a list of 16 samples | None",
+        lambda rank: {"load_strategy": None, "dataset": (PAIRS, None)[rank]},
+    ),
+    "length": ("a list of 16 samples | a list of 8 samples", lambda rank: {"dataset": PAIRS[: (16, 8)[rank]]}),
+    "batch size": (r"\['batch_size'\] is 4 | 8", lambda rank: {"dataloader_args": {"batch_size": (4, 8)[rank]}}),
+    "optimizer": ("is .*SGD | .*Adam", lambda rank: {"optim_func": (torch.optim.SGD, torch.optim.Adam)[rank]}),
+    "partial": ("optim_func's argument 'lr' is 0.1 | 0.2", lambda rank: partial((0.1, 0.2)[rank])),
+    "closure": (r"group 0\['lr'\] is 0.1 | 0.2", lambda rank: {"optim_func": drawn_from_elsewhere(rank)}),
+    "scheduler": (r"lr_scheduler_args\['step_size'\] is 3 | 2", lambda rank: scheduler((3, 2)[rank])),
+    "loss": ("is .*loss_func.* | .*other_loss.*", lambda rank: {"loss_func": (loss_func, other_loss)[rank]}),
+    "lambda": ("is .*lambda.*code.* | .*lambda.*code.*", lambda rank: {"prepare_input": MOVING[rank]}),
+    "time limit": ("time_limit is 4 | 3", lambda rank: {"load_strategy": None, "time_limit": 4 - rank}),
+    "option": ("unused_parameters is False | True", lambda rank: {"find_unused_parameters": rank == 1}),
+    "keyword": ("rank 1 failed: .* no argument 'verbos'", lambda rank: {"verbos": True} if rank else {}),
+    "keyword of one": ("time_limit is None | 3", lambda rank: {"time_limit": 3} if rank else {}),
+    "saved": (f"{SAVED} not given | given", lambda rank: {"save_strategy_to_file": (None, "s.json")[rank]}),
+    "saved by 0": (f"{SAVED} given | not given", lambda rank: {"save_strategy_to_file": ("s.json", None)[rank]}),
+    "file": ("rank 1 failed: .*none.json", lambda rank: {"load_strategy": (["ddp"], "/none.json")[rank]}),
+    "model": (
+        r"parameter 0 .*'linear.weight' \(1, 4\) .* | .* \(1, 8\) .*",
+        lambda rank: {"model": (Net, Wide)[rank]()},
+    ),
+    "no model": ("rank 1 failed: model is NoneType", lambda rank: {"model": (Net(), None)[rank]}),
+    "order": (
+        "'weight' .* | 'bias' .*",
+        lambda rank: {"model": Turned(("weight", "bias") if rank == 0 else ("bias", "weight"))},
+    ),
+    "frozen": ("'linear.bias' .*, trains | .* is frozen .*", lambda rank: {"model": (Net, frozen)[rank]()}),
+    "eval": ("Net in training mode | .* in eval mode", lambda rank: {"model": Net().train(rank == 0)}),
+}
+"""Per case what is told, and the arguments of a rank beside those of `job`; `A | B` is A on rank 0 and B on rank 1."""
 
 
 Told = tuple[str, float, float]  # an error's text, when this rank came to the others, and when it raised
@@ -169,16 +153,14 @@ def check_told(by_case: Sequence[list[Told]], messages: Iterable[str]) -> None:
         assert re.search(message.removeprefix("rank 1 failed: "), second)
 
 
-def accelerate_as_given(rank: int, size: int, case: str, folder: str) -> Told:
-    arguments = {"model": Net(), **job(load_strategy=["ddp"]), **differences(rank, folder)[case][1]}
+def accelerate_as_given(rank: int, size: int, case: str) -> Told:
+    arguments = {"model": Net(), **job(load_strategy=["ddp"]), **DIFFERENCES[case][1](rank)}
     return told_by(lambda: auto_accelerate(arguments.pop("model"), **arguments))
 
 
-def test_a_difference_is_told_on_all_ranks(pool: Pool, tmp_path: Path) -> None:
-    (tmp_path / "ddp.json").write_text('["ddp"]')
-    cases = differences(0, "")
-    told = run_each(pool, accelerate_as_given, [(case, str(tmp_path)) for case in cases])
-    check_told(told, (message for message, _ in cases.values()))
+def test_a_difference_is_told_on_all_ranks(pool: Pool) -> None:
+    told = run_each(pool, accelerate_as_given, [(case,) for case in DIFFERENCES])
+    check_told(told, (message for message, _ in DIFFERENCES.values()))
 
 
 def of_its_own(rank: int, size: int, case: str, folder: str) -> bool:
@@ -320,7 +302,7 @@ def count_collectives(rank: int, size: int, case: str) -> list[str]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "all_gather_object", counted)
-        accelerate_as_given(rank, size, case, "")
+        accelerate_as_given(rank, size, case)
     return calls[:1]
 
 

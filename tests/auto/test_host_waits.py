@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from atorch import auto_accelerate, clip_grad_norm
 from tests.auto.training import run_each
 from tests.pool import Pool
+from tests.zoo import Labelled
 
 LOOKS = {"item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__", "masked_select"}
 FEATURES, STEPS = 4, 4
@@ -56,17 +57,10 @@ class Looks(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class Net(nn.Module):
-    """Takes rows and what they should give."""
-
-    def __init__(self, layers: int = 2) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        between = [nn.Linear(8, 8) for _ in range(layers - 2)]
-        self.body = nn.Sequential(nn.Linear(FEATURES, 8), nn.Tanh(), *between, nn.Linear(8, FEATURES))
-
-    def forward(self, x: Tensor, wanted: Tensor) -> Tensor:
-        return self.body(x)
+def net(layers: int) -> nn.Module:
+    torch.manual_seed(0)
+    between = [nn.Linear(8, 8) for _ in range(layers - 2)]
+    return Labelled(nn.Linear(FEATURES, 8), nn.Tanh(), *between, nn.Linear(8, FEATURES))
 
 
 def rows(labelled: bool) -> list[tuple[Tensor, Tensor]]:
@@ -92,7 +86,7 @@ def cross_entropy(batch: Any, output: Tensor) -> Tensor:
 def looks(rank: int, size: int, load_strategy: list[Any], labelled: bool, layers: int = 2) -> dict[str, int]:
     """What the last of a few steps looks at."""
     status, result, _ = auto_accelerate(
-        Net(layers), torch.optim.AdamW, rows(labelled), cross_entropy if labelled else squares,
+        net(layers), torch.optim.AdamW, rows(labelled), cross_entropy if labelled else squares,
         dataloader_args={"batch_size": 8}, model_input_format="unpack_sequence", load_strategy=load_strategy,
     )  # fmt: skip
     for batch in result.dataloader:

@@ -27,8 +27,6 @@ SPLIT_BY_DATA = {
     "micro_batch of fsdp": ["fsdp", ("micro_batch", {"size": 2, "reduce": "each"})],
 }
 IN_PARTS = ("micro_batch", "one micro-batch", "micro_batch of fsdp")
-
-
 MICRO = ("micro_batch", {"size": 2})
 
 
@@ -60,9 +58,6 @@ def test_rows_and_labels_that_differ_between_ranks_and_batches(pool):
 
     cases = [(name, ["ddp", *beside]) for name in ("labels", "mask", "causal") for beside in ([], [MICRO])]
     assert_trains_like_plain(pool, without_labels, cases)
-
-    cases = [(strategy, inside) for strategy in ("ddp", "fsdp") for inside in (True, False)]
-    assert_trains_like_plain(pool, padding_free, cases, band=1e-5)
 
     assert max(pool.run(two_losses, ranks=2)) <= EXACT
 
@@ -211,45 +206,6 @@ def told_of_classes(rank, size):
             rows = slice(8 * step + 4 * rank, 8 * step + 4 * rank + 4)
             result.loss_func((x[rows], y[rows]), result.model(x[rows])).backward()
     return ["a later batch shows" in message for message in records if "averaged over the processes" in message]
-
-
-def padding_free(rank, size, strategy, inside):
-    """How far weights are off after steps of one row of tokens a process, as long as it likes."""
-
-    class Packed(loss_job.Causal):
-        def forward(self, tokens, labels, **others):
-            assert len(tokens) == 1
-            return super().forward(tokens, labels)["loss"] if inside else self.net(tokens)
-
-    def loss_func(batch, output):
-        if inside:
-            return output
-        return nn.functional.cross_entropy(output[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
-
-    rows = []
-    for length in (12, 7, 9, 15):
-        tokens = torch.arange(length)[None] * 3 % 11
-        labels = torch.where(torch.arange(length) < length - 2 - length % 3 * 3, -100, tokens)
-        rows.append({"tokens": tokens, "labels": labels})
-    plain, start = Packed(), Packed()
-    optim = torch.optim.SGD(plain.parameters(), lr=0.1)
-    result = accelerate(Packed(), [strategy], None, loss_func)
-    for step in range(2):
-        pair = rows[2 * step : 2 * step + 2]
-        counts = [int((row["labels"][:, 1:] != -100).sum()) for row in pair]
-        optim.zero_grad()
-        sum(loss_func(row, plain(**row)) * n / sum(counts) for row, n in zip(pair, counts, strict=True)).backward()
-        optim.step()
-        result.optim.zero_grad()
-        result.loss_func(pair[rank], result.model(**pair[rank])).backward()
-        result.optim.step()
-    values = result.model.state_dict()
-    values = {
-        name.removeprefix("module."): getattr(each, "full_tensor", lambda e=each: e)() for name, each in values.items()
-    }
-    ref, base = plain.state_dict(), start.state_dict()
-    off = sum(float((values[name] - each).square().sum()) for name, each in ref.items())
-    return (off / sum(float((each - base[name]).square().sum()) for name, each in ref.items())) ** 0.5
 
 
 def two_losses(rank, size):

@@ -24,27 +24,11 @@ from tests import language_models
 from tests.auto.training import accelerated_steps, run_each, steps
 from tests.contract.job import BATCH, VOCAB, Tokens, arguments
 from tests.pool import Pool
+from tests.zoo import Transformer
 
 SEED = 5
 CPU = torch.device("cpu")
 ARGUMENTS = (8, 2, 16), (4,), (4, 5), (4, 7, False)
-
-
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.head_size = width // 4
-        self.norm, self.inner_norm = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (
-            part.unflatten(-1, (-1, self.head_size)).transpose(1, 2) for part in self.qkv(self.norm(x)).chunk(3, -1)
-        )
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(self.inner_norm(x))))  # type: ignore[no-any-return]
 
 
 class Decoder(nn.Module):
@@ -53,7 +37,7 @@ class Decoder(nn.Module):
     def __init__(self, width: int = 32, depth: int = 4) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCAB, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+        self.blocks = nn.ModuleList(Transformer(width) for _ in range(depth))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, VOCAB, bias=False)
         self.head.weight = self.embed.weight
         self.scale = nn.Parameter(torch.empty(()))

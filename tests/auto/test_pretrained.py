@@ -21,7 +21,7 @@ import atorch
 from atorch.checkpoint.pretrained import export_model, open_pretrained
 from atorch.cli import app
 from atorch.errors import ArgumentError, CheckpointError
-from tests.auto.test_checkpointing import MODELS, STRATEGIES, in_file, job, losses, small_job
+from tests.auto.checkpointing import MODELS, STRATEGIES, in_file, job, losses, small_job
 from tests.checkpoint.jobs import small_blocks
 from tests.language_models import gpt2
 from tests.pool import Pool, on_ranks

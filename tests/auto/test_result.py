@@ -14,7 +14,7 @@ from atorch.distributed import collectives
 from atorch.errors import ArgumentError
 from atorch.logs import logger
 from tests.auto.loss_job import BATCH, Net, Samples, rows
-from tests.auto.opt_lib.sharing_job import Tokens, accelerated, loss_func
+from tests.auto.opt_lib.sharing_job import TOKENS, accelerated, loss_func
 from tests.auto.training import accelerate, run_each
 from tests.pool import Pool
 from tests.runtime import sharing
@@ -105,7 +105,7 @@ def clipped_by_torch(rank: int, size: int, strategy: list[Any]) -> str:
     batch = next(iter(result.dataloader))
     for num_steps in range(2):  # gradients may be put elsewhere from the second step on
         result.loss_func(batch, result.model(batch)).backward()
-        loss_func(whole := Tokens().tokens[: sharing.BATCH], plain(whole)).backward()
+        loss_func(whole := TOKENS[: sharing.BATCH], plain(whole)).backward()
         expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
         try:
             told, norm = "", nn.utils.clip_grad_norm_(result.model.parameters(), 0.1)

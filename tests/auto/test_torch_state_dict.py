@@ -24,7 +24,7 @@ from atorch.errors import ArgumentError, CheckpointError
 from tests.auto.opt_lib.sharing_job import accelerated
 from tests.auto.training import accelerate, run_each
 from tests.language_models import gpt2
-from tests.pool import Pool
+from tests.pool import Pool, on_ranks
 from tests.runtime.sharing import make
 
 
@@ -182,22 +182,6 @@ def language_job(strategy: list[Any]) -> Any:
     return accelerate(model, strategy, samples, lambda batch, output: output.loss, batch_size=4, **more)
 
 
-def refused_by_torch(rank: int, size: int, strategy: list[Any], folder: str) -> None:
-    result = language_job(strategy)
-    step(result)
-    model, optim = get_state_dict(result.model, result.optim)
-    states = {"optim": copy.deepcopy(optim)}
-    for save in (dcp.save, dcp.async_save):
-        for saved in (states, {"optim": result.optim.state_dict()}, {"model": model, **states}):
-            with pytest.raises((dcp.CheckpointException, CheckpointError), match="would take this process's part"):
-                save(saved, checkpoint_id=folder)
-    if strategy == CHUNK:
-        with pytest.raises(ArgumentError, match="is kept for a copy or parts of it"):
-            set_optimizer_state_dict(
-                result.model, result.optim, plain_states(**FLAT)[1], options=StateDictOptions(**FLAT)
-            )
-
-
 def plain_states(**options: bool) -> tuple[dict[str, Any], dict[str, Any]]:
     """The states, as torch saves them, of the same GPT-2 on one process."""
     model = gpt2(32, 16, heads=2, positions=8)
@@ -214,12 +198,26 @@ MIXED: list[Any] = [("parallel_mode", [("tensor", 2), ("pipeline", 2)]), "mixed_
 
 
 @pytest.mark.parametrize(
-    ("strategies", "ranks"), [((TENSOR, CHUNK), 2), pytest.param((BOTH, MIXED), 4, marks=pytest.mark.slow)]
+    ("strategy", "size"),
+    [(TENSOR, 2), (CHUNK, 2), *(pytest.param(each, 4, marks=pytest.mark.slow) for each in (BOTH, MIXED))],
 )
+@on_ranks(None)
 def test_parts_that_torch_would_take_for_the_whole_are_refused(
-    pool: Pool, strategies: list[Any], ranks: int, tmp_path: Path
+    rank: int, size: int, strategy: list[Any], tmp_path: Path
 ) -> None:
-    run_each(pool, refused_by_torch, [(strategy, str(tmp_path)) for strategy in strategies], ranks=ranks)
+    result = language_job(strategy)
+    step(result)
+    model, optim = get_state_dict(result.model, result.optim)
+    states = {"optim": copy.deepcopy(optim)}
+    for save in (dcp.save, dcp.async_save):
+        for saved in (states, {"optim": result.optim.state_dict()}, {"model": model, **states}):
+            with pytest.raises((dcp.CheckpointException, CheckpointError), match="would take this process's part"):
+                save(saved, checkpoint_id=tmp_path)
+    if strategy == CHUNK:
+        with pytest.raises(ArgumentError, match="is kept for a copy or parts of it"):
+            set_optimizer_state_dict(
+                result.model, result.optim, plain_states(**FLAT)[1], options=StateDictOptions(**FLAT)
+            )
 
 
 def refuses_whole(result: Any) -> None:
@@ -228,7 +226,9 @@ def refuses_whole(result: Any) -> None:
             get(result.model, options=StateDictOptions(full_state_dict=True))
 
 
-def stages_refused(rank: int, size: int, strategy: list[Any], folder: str) -> None:
+@pytest.mark.parametrize(("strategy", "size"), [(STAGES, 2), pytest.param(MIXED, 4, marks=pytest.mark.slow)])
+@on_ranks(None)
+def test_a_stage_is_not_taken_for_the_whole(rank: int, size: int, strategy: list[Any], tmp_path: Path) -> None:
     """A stage's part is not the whole, and another process's states are refused; the whole model's are taken."""
     result, fresh = language_job(strategy), language_job(strategy)
     step(result)
@@ -243,8 +243,8 @@ def stages_refused(rank: int, size: int, strategy: list[Any], folder: str) -> No
             load(copy.deepcopy(state))
     if strategy == STAGES:
         states = get_optimizer_state_dict(result.model, result.optim)
-        dcp.save(states, checkpoint_id=folder)
-        dcp.load(states, checkpoint_id=folder)
+        dcp.save(states, checkpoint_id=tmp_path)
+        dcp.load(states, checkpoint_id=tmp_path)
         with nullcontext() if rank else pytest.raises(CheckpointError, match="no settings for this process's param"):
             set_optimizer_state_dict(fresh.model, fresh.optim, states)
         fresh.model.load_state_dict(whole)
@@ -256,12 +256,9 @@ def stages_refused(rank: int, size: int, strategy: list[Any], folder: str) -> No
         assert torch.equal(value, whole[name]), name
 
 
-@pytest.mark.parametrize(("strategy", "ranks"), [(STAGES, 2), pytest.param(MIXED, 4, marks=pytest.mark.slow)])
-def test_a_stage_is_not_taken_for_the_whole(pool: Pool, strategy: list[Any], ranks: int, tmp_path: Path) -> None:
-    pool.run(stages_refused, strategy, str(tmp_path), ranks=ranks)
-
-
-def whole_refused(rank: int, size: int, strategy: list[Any]) -> None:
+@pytest.mark.parametrize(("strategy", "size"), [(TENSOR, 2), pytest.param(BOTH, 4, marks=pytest.mark.slow)])
+@on_ranks(None)
+def test_torchs_whole_states_do_not_take_rows_for_others(rank: int, size: int, strategy: list[Any]) -> None:
     """torch's whole states, out of a job and into it, raise; its own states come back."""
     result, fresh = language_job(strategy), language_job(strategy)
     step(result)
@@ -276,11 +273,6 @@ def whole_refused(rank: int, size: int, strategy: list[Any]) -> None:
     fresh.optim.load_state_dict(copy.deepcopy(result.optim.state_dict()))
     assert step(fresh) == step(result)
     assert step(fresh) == step(result)
-
-
-@pytest.mark.parametrize(("strategy", "ranks"), [(TENSOR, 2), pytest.param(BOTH, 4, marks=pytest.mark.slow)])
-def test_torchs_whole_states_do_not_take_rows_for_others(pool: Pool, strategy: list[Any], ranks: int) -> None:
-    pool.run(whole_refused, strategy, ranks=ranks)
 
 
 def saved_for_hugging_face(rank: int, size: int, strategy: list[Any], folder: str) -> tuple[str, float, float]:

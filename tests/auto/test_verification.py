@@ -30,6 +30,7 @@ from atorch.runtime.gradients.backward import expects_none
 from tests.auto.planner.jobs import cluster
 from tests.auto.training import messages, refusal, run_each
 from tests.pool import Pool, on_ranks
+from tests.zoo import Labelled, Residual
 
 ROWS, FEATURES = 8, 6
 CHECKPOINT = ("checkpoint", (nn.Linear,))
@@ -156,39 +157,21 @@ def test_the_norm_of_all_gradients_does_not_hide_whose_they_are(damage: Callable
         accelerate(Twins(), [broken])
 
 
-class Residual(nn.Module):
-    """A block of a ResNet, as torchvision makes it."""
+def deep() -> nn.Module:
+    """110 layers, as in a ResNet."""
 
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.convolutions = nn.ModuleList(nn.Conv2d(width, width, 3, padding=1, bias=False) for _ in range(2))
-        self.norms = nn.ModuleList(nn.BatchNorm2d(width) for _ in range(2))
-        for each in self.convolutions:
-            nn.init.kaiming_normal_(each.weight, mode="fan_out", nonlinearity="relu")
+    def convolution() -> nn.Module:
+        made = nn.Conv2d(8, 8, 3, padding=1, bias=False)
+        nn.init.kaiming_normal_(made.weight, mode="fan_out", nonlinearity="relu")
+        return made
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        inner = self.norms[0](self.convolutions[0](x)).relu()
-        return (x + self.norms[1](self.convolutions[1](inner))).relu()
+    def block() -> nn.Module:
+        branch = (convolution(), nn.BatchNorm2d(8), nn.ReLU(), convolution(), nn.BatchNorm2d(8))
+        return nn.Sequential(Residual(*branch), nn.ReLU())
 
-
-class Deep(nn.Module):
-    """110 layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.stem = nn.Conv2d(3, 8, 3, padding=1)
-        self.blocks = nn.Sequential(*(Residual(8) for _ in range(55)))
-        self.head = nn.Linear(8, 10)
-
-    def forward(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return self.head(self.blocks(self.stem(images)).mean((2, 3)))
-
-
-def images(rows: int) -> TensorDataset:
-    generator = torch.Generator().manual_seed(1)
-    inputs = torch.randn(2 * rows, 3, 8, 8, generator=generator)
-    return TensorDataset(inputs, torch.randint(0, 10, (2 * rows,), generator=generator))
+    torch.manual_seed(0)
+    ends = (nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 10))
+    return Labelled(nn.Conv2d(3, 8, 3, padding=1), *(block() for _ in range(55)), *ends)
 
 
 def halve_all(ctx: Context) -> None:
@@ -202,10 +185,11 @@ FP16 = ("amp_native", {"dtype": "fp16", "init_scale": 256.0})  # the usual scale
 @pytest.mark.nightly
 @pytest.mark.parametrize("precision", [("amp_native", "bf16"), ("half", "bf16"), FP16], ids=str)
 def test_a_very_deep_model_may_round_and_lose_nothing(precision: Any) -> None:
-    more = {"dataset": images(ROWS), "dataloader_args": {"batch_size": ROWS}}
-    accelerate(Deep(), [precision, "checkpoint"], **more)
+    images = torch.randn(2 * ROWS, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+    more = {"dataset": TensorDataset(images, torch.arange(2 * ROWS) % 10)}
+    accelerate(deep(), [precision, "checkpoint"], **more)
     with registered(halve_all) as broken, pytest.raises(StrategyError, match="does not compute what plain"):
-        accelerate(Deep(), [precision, broken], **more)
+        accelerate(deep(), [precision, broken], **more)
 
 
 def halve_in_training(ctx: Context) -> None:

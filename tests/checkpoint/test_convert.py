@@ -30,7 +30,7 @@ import atorch
 from atorch.checkpoint.convert import OF_DEEPSPEED, convert
 from atorch.errors import CheckpointError
 from atorch.files.weights import check_pickle, read_weights
-from tests.auto.test_checkpointing import small_job
+from tests.auto.checkpointing import small_job
 from tests.checkpoint.test_damage import ODD, mutate, places, scrambled
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable:UserWarning")  # DCP's

@@ -22,7 +22,7 @@ from atorch.checkpoint.files import save
 from atorch.checkpoint.foreign import CheckpointReader
 from atorch.cli import app
 from atorch.errors import CheckpointError
-from tests.auto.test_checkpointing import small_job
+from tests.auto.checkpointing import small_job
 from tests.checkpoint.jobs import whole
 from tests.checkpoint.test_convert import Harm
 from tests.pool import Pool, on_ranks

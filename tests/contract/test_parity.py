@@ -122,6 +122,7 @@ SEQUENCE, CONTEXT = (("parallel_mode", ([(axis, 2)], None)) for axis in ("sequen
 KNOBS: dict[int, list[tuple[list[Any], str, float]]] = {
     2: [
         ([("amp_native", "fp16"), "zero1"], "eager", 1e-2),
+        ([("amp_native", "fp16"), "fsdp"], "eager", 1e-2),
         ([("half", "fp16"), "zero1"], "eager", 1e-2),
         ([SEQUENCE, "module_replace", "sequence_parallel"], "eager", EXACT),
         ([CONTEXT, ("context_parallel", {"load_balance": False})], "sdpa", EXACT),

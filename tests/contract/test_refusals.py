@@ -2,6 +2,7 @@
 
 import random
 import re
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -208,6 +209,12 @@ ALONE: list[tuple[list[Any], str, dict[str, Any]]] = [
     (["checkpoint", "fsdp"], "fsdp cannot compute with phase, a parameter of torch.complex64", with_table("complex")),
 ]
 """Refusals of a method, most behind others that would have changed the model: strategy, message, arguments."""
+
+
+def assert_refused(pool: Pool, cases: list[tuple[Any, ...]], told: Iterable[str]) -> None:
+    """Hold each case of `refused` to what all ranks say, and to leaving everything as it was."""
+    for by_rank, message in zip(run_each(pool, refused, cases), told, strict=True):
+        assert all(re.search(message, said, re.DOTALL) and not changed for said, changed in by_rank), by_rank
 
 
 def refused_row(rank: int, size: int, row: int) -> tuple[str, list[str]]:

@@ -97,7 +97,7 @@ def stops_evaluation(result: Any, monitor: RunMonitor) -> bool:
     """Evaluate four batches, or until a signal, which the second one gets."""
     result.model.eval()
     with torch.no_grad():
-        calls = [result.model([torch.ones(2, 8)]) for _ in range(4) if not monitor.should_stop()]
+        calls = [result.model(torch.ones(2, 8)) for _ in range(4) if not monitor.should_stop()]
     result.model.train()
     assert len(calls) == 2
     return True

@@ -3,7 +3,6 @@
 Losses are compared as in `test_scripts`; the optimizer is SGD, which sees how large gradients are.
 """
 
-import logging
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.auto.training import messages
 from tests.foreign.script import Step, accelerated, plain
 from tests.foreign.structures import STRUCTURES
 from tests.foreign.test_scripts import EXACT
@@ -99,17 +99,11 @@ TOLD: Mapping[tuple[str, str, int], str] = {("vq", "micro_batch", n): "one micro
 
 def steps(rank: int, size: int, name: str, strategy: str) -> tuple[list[Step], list[str]]:
     """What this process's loop saw, and the warnings."""
-    structure, told = STRUCTURES[name], list[str]()
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("atorch").addHandler(handler)
-    try:
-        options = AUTOMATIC if strategy == "automatic" else {}
-        job = accelerated(structure.make(), STRATEGIES[strategy][size], **options)
+    options = AUTOMATIC if strategy == "automatic" else {}
+    with messages() as told:
+        job = accelerated(STRUCTURES[name].make(), STRATEGIES[strategy][size], **options)
         torch.manual_seed(7)
-        return structure.loop(job), told
-    finally:
-        logging.getLogger("atorch").removeHandler(handler)
+        return STRUCTURES[name].loop(job), told
 
 
 def check(pool: Pool, name: str, strategy: str, processes: int) -> None:

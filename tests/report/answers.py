@@ -1,6 +1,7 @@
 """A plan for a cluster as plain JSON data, as large as a test wants it, with figures that are drawn and not meant."""
 
 import random
+from copy import deepcopy
 
 from atorch.units import GiB
 
@@ -9,6 +10,18 @@ PRECISIONS = ("half(bf16)", "amp_native(bf16)", "fp8(te)")
 SHARING = ("ddp", "zero1", "zero2", "fsdp")
 MEMORY = {"parameters": 0.3, "optimizer": 0.25, "activations": 0.2, "gradients": 0.15, "working": 0.1}
 USABLE = 72.8 * GiB
+CLUSTER = {
+    "device": {"type": "cuda", "name": "NVIDIA H100 80GB HBM3", "memory_gib": 79.1, "launch_s": 4e-06},
+    "num_nodes": 128,
+    "devices_per_node": 8,
+    "inter_node": {"bandwidth": 5e10, "latency_s": 1.4e-05},
+    "sources": {"device.memory_gib": "total memory that torch reports", "inter_node": "one port a device"},
+}
+REDUCED = "twice as much of the gradients' reduction is exposed"
+COUNTERFACTUALS = [
+    {"change": "tensor 4", "what": "tensor", "ratio": 1.06, "reason": REDUCED},
+    {"change": "without checkpoint", "what": "checkpoint", "ratio": None, "reason": "is 12.1 GiB short"},
+]
 
 
 def estimate(step_s: float, peak_bytes: float) -> dict:
@@ -23,6 +36,14 @@ def estimate(step_s: float, peak_bytes: float) -> dict:
         "flops_per_s": 2.4e15 / step_s,
         "mfu": 2.4 / step_s,
     }
+
+
+def entry(each: tuple) -> dict:
+    return {"strategy": each[0], "estimate": estimate(*each[1:])}
+
+
+def rejected(each: tuple, why: str, reason: str) -> dict:
+    return {**entry(each), "why": why, "reason": reason, "measured": None}
 
 
 def answer(num_candidates: int = 40, name: str = "ddp") -> dict:
@@ -40,9 +61,6 @@ def answer(num_candidates: int = 40, name: str = "ddp") -> dict:
     fitting = sorted((each for each in found if each[2] <= USABLE), key=lambda each: each[1])
     misses = [each for each in found if each[2] > USABLE]
 
-    def entry(each: tuple) -> dict:
-        return {"strategy": each[0], "estimate": estimate(*each[1:])}
-
     front, least = [], float("inf")
     for strategy, step_s, peak in sorted(found, key=lambda each: each[2]):
         if step_s < least:
@@ -53,12 +71,8 @@ def answer(num_candidates: int = 40, name: str = "ddp") -> dict:
         **entry(best),
         "measured": None,
         "rejected": [
-            {**entry(each), "why": "memory", "reason": "needs more than there is: optimizer most", "measured": None}
-            for each in misses[:5]
-        ]
-        + [
-            {**entry(each), "why": "slower", "reason": "10% slower: exposed communication", "measured": None}
-            for each in fitting[3:8]
+            *(rejected(each, "memory", "needs more than there is: optimizer most") for each in misses[:5]),
+            *(rejected(each, "slower", "10% slower: exposed communication") for each in fitting[3:8]),
         ],
         "num_compositions": num_candidates,
         "num_dry_runs": 0,
@@ -66,27 +80,13 @@ def answer(num_candidates: int = 40, name: str = "ddp") -> dict:
         "gap": 0.0,
         "memory_bytes": 79.1 * GiB,
         "usable_bytes": USABLE,
-        "cluster": {
-            "device": {"type": "cuda", "name": "NVIDIA H100 80GB HBM3", "memory_gib": 79.1, "launch_s": 4e-06},
-            "num_nodes": 128,
-            "devices_per_node": 8,
-            "inter_node": {"bandwidth": 5e10, "latency_s": 1.4e-05},
-            "sources": {"device.memory_gib": "total memory that torch reports", "inter_node": "one port a device"},
-        },
+        "cluster": deepcopy(CLUSTER),
         "global_batch": 1024,
         "objective": "step_time",
         "counts_by_axis": {"tensor": {"1": 12, "2": 10, "4": 9, "8": 9}, "pipeline": {"1": 20, "2": 20}},
         "near_ties": [entry(each) for each in fitting[1:3]],
         "ranking": [entry(each) for each in fitting[:8]],
-        "counterfactuals": [
-            {
-                "change": "tensor 4",
-                "what": "tensor",
-                "ratio": 1.06,
-                "reason": "twice as much of the gradients' reduction is exposed",
-            },
-            {"change": "without checkpoint", "what": "checkpoint", "ratio": None, "reason": "is 12.1 GiB short"},
-        ],
+        "counterfactuals": deepcopy(COUNTERFACTUALS),
         "pareto": front,
         "candidates": {
             "step_s": [each[1] for each in found],

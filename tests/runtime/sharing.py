@@ -11,7 +11,8 @@ import transformers
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.contract.job import distance, updates
 
 STEPS, BATCH, SEQ, VOCAB = 3, 12, 6, 40
 
@@ -26,17 +27,6 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(F.gelu(self.up(self.norm(x))))
-
-
-class Residual(nn.Module):
-    """A block of the layers that it is given."""
-
-    def __init__(self, *layers: nn.Module) -> None:
-        super().__init__()
-        self.branch = nn.Sequential(*layers)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.branch(x)
 
 
 class Awkward(nn.Module):
@@ -147,11 +137,8 @@ def deviation(model: nn.Module, name: str, accumulate: int = 1) -> float:
     plain = make(name)
     before = {key: value.clone() for key, value in plain.state_dict().items()}
     train(plain, sgd(param_groups(plain)), accumulate=accumulate)
-    expected = {key: value - before[key] for key, value in plain.state_dict().items()}
-    got = {key: whole(value) - before[key] for key, value in model.state_dict().items()}
-    assert got.keys() == expected.keys(), sorted(got.keys() ^ expected.keys())
-    difference = torch.stack([(got[key] - expected[key]).norm() for key in expected]).norm()
-    return float(difference / torch.stack([value.norm() for value in expected.values()]).norm())
+    got = {key: whole(value) for key, value in model.state_dict().items()}
+    return distance(updates(before, got), updates(before, plain.state_dict()))
 
 
 def clear(optim: torch.optim.Optimizer) -> None:
@@ -162,17 +149,3 @@ def clear(optim: torch.optim.Optimizer) -> None:
 def replace(optim: torch.optim.Optimizer) -> None:
     """Put an empty state in the place of an optimizer's."""
     optim.state = defaultdict(dict)
-
-
-class CopiesToHost(TorchDispatchMode):
-    """Notes of each copy from an accelerator to host memory whether it was waited for."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.waited: list[bool] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten._to_copy.default and args[0].device.type == "cuda" and found.device.type == "cpu":
-            self.waited.append(not (kwargs or {}).get("non_blocking", False))
-        return found

@@ -5,7 +5,6 @@ import gc
 import sys
 import types
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,11 +12,11 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from atorch.runtime.fused import FusedRMSNorm, Variant, fuse_cross_entropy, fuse_layer_norms, fuse_rms_norms, recognise
 from atorch.runtime.fused.attention import fuse_multihead_attention, use_sdpa
 from tests import language_models
+from tests.operations import operations, saved_bytes
 
 transformers = pytest.importorskip("transformers")
 
@@ -28,25 +27,11 @@ LEFT_PADDED[0, :5] = 0
 RIGHT_PADDED = LEFT_PADDED.flip(1)
 
 
-class Operations(TorchDispatchMode):
-    """Counts the aten operations that run, by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.counts[func.overloadpacket.__name__] += 1
-        return func(*args, **(kwargs or {}))
-
-    def count(self, part: str) -> int:
-        return sum(count for name, count in self.counts.items() if part in name)
-
-
-def operations(run: Callable[[], object]) -> Operations:
-    with Operations() as seen:
-        run()
-    return seen
+def attentions(run: Callable[[], object]) -> tuple[int, int]:
+    """How often softmax runs, and attention as one operation."""
+    counts = operations(run)
+    one, other = ([number for name, number in counts.items() if part in name] for part in ("softmax", "scaled_dot"))
+    return sum(one), sum(other)
 
 
 def bert() -> nn.Module:
@@ -115,16 +100,13 @@ class TestHuggingFace:
     def test_sdpa_runs_and_computes_the_same(self, make: Callable[[], nn.Module], forward: Forward) -> None:
         model = make().eval()
         before = gradients(model, forward)
-        eager = operations(lambda: forward(model))
-        assert eager.count("softmax") == (4 if make is clip else 2)
-        assert eager.count("scaled_dot_product") == 0
+        number = 4 if make is clip else 2
+        assert attentions(lambda: forward(model)) == (number, 0)
 
         report = use_sdpa(model)
 
         assert len(report.swapped) == (2 if make is clip else 1) + (make is clip)
-        fused = operations(lambda: forward(model))
-        assert fused.count("softmax") == 0
-        assert fused.count("scaled_dot_product") == (4 if make is clip else 2)
+        assert attentions(lambda: forward(model)) == (0, number)
         assert_as(before, model, forward)
 
     @pytest.mark.parametrize(
@@ -160,7 +142,7 @@ class TestHuggingFace:
         inner = peft.get_peft_model(llama(), peft.LoraConfig(target_modules=["q_proj"]))
         report = use_sdpa(nn.ModuleDict({"policy": inner}))
         assert [swap.names for swap in report.swapped] == [("policy.base_model.model",)]
-        assert operations(lambda: tokens(inner)).count("scaled_dot_product") == 2
+        assert attentions(lambda: tokens(inner))[1] == 2
 
 
 class Attending(nn.Module):
@@ -200,8 +182,7 @@ class TestMultiheadAttention:
         assert [swap.names for swap in report.swapped] == [("attention",)]
         assert all(one is other for one, other in zip(model.parameters(), parameters, strict=True))
         assert list(model.state_dict()) == list(state)
-        seen = operations(lambda: model(x, **inputs))
-        assert (seen.count("scaled_dot_product"), seen.count("softmax")) == (1, 0)
+        assert attentions(lambda: model(x, **inputs)) == (0, 1)
         assert_as(before, model, lambda m: m(x, **inputs))
 
     @pytest.mark.parametrize("average", [True, False])
@@ -346,13 +327,17 @@ class TestRMSNorm:
 
     def test_a_whole_model_computes_the_same_and_saves_less(self) -> None:
         model = llama(attn_implementation="sdpa", pad_token_id=0)
-        before, saved = gradients(model, tokens), saved_bytes(lambda: tokens(model))
+        before = gradients(model, tokens)
+        with saved_bytes() as plain:
+            tokens(model)
         report = fuse_rms_norms(model)
         assert [swap.names[0] for swap in report.swapped][-1] == "model.norm"
         assert len(report.swapped) == 5
         assert_as(before, model, tokens)
         one_norm = 24 * 32 * 4
-        assert saved - saved_bytes(lambda: tokens(model)) >= 5 * 0.8 * one_norm
+        with saved_bytes() as fused:
+            tokens(model)
+        assert plain[0] - fused[0] >= 5 * 0.8 * one_norm
 
     def test_what_only_looks_like_one_stays_and_instances_that_differ_are_tried_each(self) -> None:
         model = nn.Sequential(EagerNorm(), Clipped(), nn.RMSNorm(16), nn.LayerNorm(16), Gated())
@@ -391,21 +376,6 @@ class TestRMSNorm:
         model(x[0]).sum().backward()
         assert model.weight.grad.shape == (16,)
         assert torch.allclose(torch.compile(model, backend="aot_eager", fullgraph=True)(x), model(x))
-
-
-def saved_bytes(run: Callable[[], object]) -> int:
-    """Bytes of distinct storages that autograd keeps for backward."""
-    seen: dict[int, int] = {}
-    keep = []
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        seen[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        keep.append(tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        keep.append(run())  # type: ignore[arg-type]
-    return sum(seen.values())
 
 
 class FakeKernel(nn.Module):

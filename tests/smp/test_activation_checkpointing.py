@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 
 import atorch.smp as smp
 from atorch import logs
 from atorch.errors import ArgumentError
 from atorch.smp.activation_checkpointing import PLACE, PartitionMap, place_of
 from atorch.smp.patches.checkpoint import checkpoint, checkpoint_sequential
+from tests.operations import saved_bytes, storages
 
 WIDTH, ROWS = 16, 8
 UNIT = 4 * WIDTH * ROWS  # bytes of one activation
@@ -55,25 +55,13 @@ def data() -> Tensor:
 
 
 def passed(net: nn.Module, call: Callable[[Tensor], Any]) -> tuple[Tensor, list[Tensor], int]:
-    held: dict[int, int] = {}
-    known = {each.untyped_storage().data_ptr() for each in net.parameters()}
-    keep: list[Any] = []
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in known:
-            held[storage.data_ptr()] = storage.nbytes()
-            keep.append(tensor)
-        return tensor
-
     x = data()
     torch.manual_seed(3)
-    with saved_tensors_hooks(pack, lambda tensor: tensor):
+    with saved_bytes(storages(net.parameters())) as bytes_held:
         output = call(x)
-    bytes_held = sum(held.values())
     first = output[0] if isinstance(output, tuple) else output
     first.square().mean().backward()
-    return first.detach(), [x.grad, *(each.grad for each in net.parameters())], bytes_held
+    return first.detach(), [x.grad, *(each.grad for each in net.parameters())], bytes_held[0]
 
 
 def same(a: tuple[Tensor, list[Tensor], int], b: tuple[Tensor, list[Tensor], int]) -> bool:

@@ -6,26 +6,15 @@ import peft
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import Dataset
 
-from atorch import auto_accelerate
-from tests.contract.job import distance
+from tests.auto.training import accelerate
+from tests.contract.job import distance, updates
 from tests.runtime.sharing import BATCH, SEQ, STEPS, VOCAB, make, param_groups, sgd, whole
 
 MAX_NORM = 0.5
 
 
-class Tokens(Dataset[torch.Tensor]):
-    """As many random sequences as the steps take."""
-
-    def __init__(self) -> None:
-        self.tokens = torch.randint(0, VOCAB, (STEPS * BATCH, SEQ), generator=torch.Generator().manual_seed(2))
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return self.tokens[index]
+TOKENS = torch.randint(0, VOCAB, (STEPS * BATCH, SEQ), generator=torch.Generator().manual_seed(2))
 
 
 def loss_func(tokens: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
@@ -43,15 +32,8 @@ def make_model(name: str, seed: int = 0) -> nn.Module:
 
 def accelerated(strategy: Any, name: str, seed: int = 0, **more: Any) -> Any:
     """The result of auto_accelerate on one of the models."""
-    arguments: dict[str, Any] = {
-        "optim_func": sgd,
-        "dataset": Tokens(),
-        "loss_func": loss_func,
-        "optim_param_func": param_groups,
-        "dataloader_args": {"batch_size": BATCH},
-        **more,
-    }
-    return auto_accelerate(make_model(name, seed), load_strategy=strategy, **arguments)[1]
+    more = {"optim_func": sgd, "optim_args": None, "optim_param_func": param_groups, **more}
+    return accelerate(make_model(name, seed), strategy, list(TOKENS), loss_func, BATCH, **more)
 
 
 def deviation(rank: int, size: int, strategy: Any, name: str, clip: bool = False) -> float:
@@ -66,7 +48,7 @@ def deviation(rank: int, size: int, strategy: Any, name: str, clip: bool = False
             result.optim.backward(loss)
         else:
             loss.backward()
-        tokens = Tokens().tokens[step * BATCH : (step + 1) * BATCH]
+        tokens = TOKENS[step * BATCH : (step + 1) * BATCH]
         loss_func(tokens, plain(tokens)).backward()
         if clip:
             norm = result.model.clip_grad_norm_(MAX_NORM)
@@ -75,7 +57,5 @@ def deviation(rank: int, size: int, strategy: Any, name: str, clip: bool = False
         for each in (result.optim, optim):
             each.step()
             each.zero_grad()
-    expected_updates = {key: value - before[key] for key, value in plain.state_dict().items()}
-    got = {key: whole(value) - before[key] for key, value in result.model.state_dict().items()}
-    assert got.keys() == before.keys()
-    return distance(got, expected_updates)
+    got = {key: whole(value) for key, value in result.model.state_dict().items()}
+    return distance(updates(before, got), updates(before, plain.state_dict()))

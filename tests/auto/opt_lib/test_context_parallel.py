@@ -19,7 +19,7 @@ from atorch.runtime.sequence_parallel.token_partition import Tokens
 from atorch.runtime.tensor_parallel.split_loss import VocabularyShards
 from tests.auto.opt_lib.splitting import BLOCK, PROFILE, cluster, cost_of
 from tests.contract import job
-from tests.pool import Pool
+from tests.pool import on_ranks
 
 MICRO = ("micro_batch", {"size": 2})
 
@@ -67,31 +67,21 @@ def logits_and_loss(axes: list[Any], *methods: Any, **more: Any) -> tuple[Any, A
     return result, batch, result.model(**batch)
 
 
-def with_compiled_loss(rank: int, size: int) -> float:
+@on_ranks()
+def test_a_compiled_loss_has_all_tokens(rank: int, size: int) -> None:
     compiled = torch.compile(job.loss_func, backend="eager")
     result, batch, output = logits_and_loss([("context", 2)], "context_parallel", loss_func=compiled)
-    return float(result.loss_func(batch, output))
+    assert float(result.loss_func(batch, output)) == pytest.approx(job.reference()[1][0], rel=1e-5)
 
 
-def on_two_axes(rank: int, size: int) -> dict[str, Any]:
+@on_ranks(4)
+def test_logits_are_split_by_tokens_and_by_columns(rank: int, size: int) -> None:
     _, batch, output = logits_and_loss([("tensor", 2), ("context", 2)], "tensor_parallel", "context_parallel")
     logits, labels = output["logits"], batch["labels"]
     with CommCounter() as sent:
         F.cross_entropy(logits[:, :-1].reshape(-1, job.VOCAB), labels[:, 1:].reshape(-1)).backward()
-    return {
-        "kinds": [type(logits._layout), type(logits._part._layout)],
-        "share": logits._part._part.numel() / logits.numel(),
-        "gathered": sorted(each for (kind, _), (_, each) in sent.counts.items() if kind == "all_gather"),
-        "tokens": labels.numel(),
-    }
-
-
-def test_logits_are_split_by_tokens_and_by_columns(pool: Pool) -> None:
-    for seen in pool.run(on_two_axes, ranks=4):
-        assert seen["kinds"] == [Tokens, VocabularyShards]
-        assert seen["share"] == 1 / 4
-        # A number a token; and of half of the tokens two numbers from each of two ranks.
-        assert seen["gathered"] == [4 * seen["tokens"], 2 * 2 * 4 * seen["tokens"] / 2]
-
-    _, losses = job.reference()
-    assert pool.run(with_compiled_loss) == pytest.approx([losses[0]] * 2, rel=1e-5)
+    assert [type(logits._layout), type(logits._part._layout)] == [Tokens, VocabularyShards]
+    assert logits._part._part.numel() / logits.numel() == 1 / 4
+    gathered = sorted(each for (kind, _), (_, each) in sent.counts.items() if kind == "all_gather")
+    # A number a token; and of half of the tokens two numbers from each of two ranks.
+    assert gathered == [4 * labels.numel(), 2 * 2 * 4 * labels.numel() / 2]

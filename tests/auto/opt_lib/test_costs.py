@@ -45,12 +45,7 @@ def activations(cost):
     return peak_memory(replace(cost, grad_itemsize=0.0)).activations
 
 
-def test_parallel_mode_and_ddp():
-    found = cost(MESH)
-    assert found.axes == {"data": 4}
-    assert (found.batch_size, activations(found)) == (4, 225)
-    assert (found.param_bytes, found.num_params) == (4000, 1000)
-
+def test_ddp_has_one_message():
     (comm,) = cost(MESH, "ddp").comm
     assert (comm.kind, comm.num_bytes) == ("all_reduce", 4000)
     assert comm.count == pytest.approx(1, abs=1e-3)
@@ -58,11 +53,6 @@ def test_parallel_mode_and_ddp():
 
 
 def test_sharding():
-    found = cost(MESH, "zero1")
-    assert found.optim_bytes == 2000
-    assert found.grad_bytes == 4000
-    assert [(comm.kind, comm.num_bytes) for comm in found.comm] == [("all_reduce", 4000), ("all_gather", 4000)]
-
     of_matrices = Strategy.of([MESH, "zero1"]).cost(replace(PLAIN, optim_is_elementwise=False))
     assert of_matrices.optim_bytes >= 2000
     assert [(comm.kind, comm.num_bytes) for comm in of_matrices.comm] == [("all_reduce", 4000), ("broadcast", 4000)]

@@ -20,6 +20,7 @@ from atorch.logs import say_once
 from atorch.runtime.loss.lazy_logits import LazyLogits
 from tests import language_models
 from tests.contract.job import arguments, distance
+from tests.zoo import Residual, Words
 
 VOCAB, TOKENS = 96, 8
 generator = torch.Generator().manual_seed(11)
@@ -53,20 +54,9 @@ def bert() -> nn.Module:
     return transformers.BertForMaskedLM(transformers.BertConfig(**TINY, **off, intermediate_size=48))
 
 
-class Plain(nn.Module):
+def plain() -> nn.Module:
     """A user's own model, whose output is logits."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(VOCAB, 16)
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(2))
-        self.out = nn.Linear(16, VOCAB)
-
-    def forward(self, input_ids: Tensor, **_: Any) -> Tensor:
-        hidden = self.table(input_ids)
-        for layer in self.layers:
-            hidden = hidden + layer(hidden)
-        return self.out(hidden)  # type: ignore[no-any-return]
+    return Words(VOCAB, 16, lambda: Residual(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)))
 
 
 Call = Callable[[nn.Module], Tensor]
@@ -86,7 +76,7 @@ JOBS: dict[str, tuple[Callable[[], nn.Module], Call]] = {
     "gpt2": (gpt2, own_loss()),
     "gemma2": (gemma2, own_loss()),
     "bert": (bert, own_loss()),
-    "plain": (Plain, lambda model: shifted(model(input_ids=BATCH))),
+    "plain": (plain, lambda model: shifted(model(input_ids=BATCH))),
 }
 
 
@@ -121,7 +111,7 @@ def test_losses_by_chunks_train_as_plain_ones(name: str, caplog: pytest.LogCaptu
 
 def test_the_head_is_found_by_itself_or_by_its_name() -> None:
     assert isinstance(by_chunks(llama())(input_ids=BATCH).logits, LazyLogits)
-    assert isinstance(by_chunks(Plain(), head="out")(BATCH), LazyLogits)
+    assert isinstance(by_chunks(plain(), head="head")(BATCH), LazyLogits)
     model: Any = by_chunks(llama().eval())
     torch.testing.assert_close(
         model.generate(BATCH[:1, :4], max_new_tokens=4, do_sample=False, pad_token_id=0).shape, torch.Size((1, 8))

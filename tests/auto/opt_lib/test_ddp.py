@@ -25,15 +25,11 @@ FAIRSCALE = {"backend": "fairscale"}
 
 @pytest.mark.slow
 def test_trains_and_clips_as_one_process_does(pool: Pool) -> None:
-    cases = [([method], name, True) for method in ("ddp", "zero1", "zero2") for name in ("awkward", "llama", "lora")]
-    cases += [([(method, FAIRSCALE)], "awkward", True) for method in ("zero1", "zero2")]
-    assert_trains_like_plain(pool, deviation, cases)
+    assert_trains_like_plain(pool, deviation, [([(name, FAIRSCALE)], "awkward", True) for name in ("zero1", "zero2")])
 
     mesh = ("parallel_mode", ([("data", 2), ("zero", 2)], None))
     cases = [([mesh, method], "awkward", True) for method in ("ddp", "zero1")]
     assert_trains_like_plain(pool, deviation, cases, ranks=4)
-
-    assert_trains_like_plain(pool, deviation, [(["zero1"], "awkward")], ranks=1)
 
 
 def knobs(rank: int, size: int, config: Any, more: dict[str, Any]) -> tuple[bool, bool, int]:

@@ -39,23 +39,16 @@ def large(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
 
 CONFIGS: list[tuple[str, Any]] = [
     ("awkward", RECOMMENDED),
-    ("awkward", {"atorch_ignored_cls": ("mixer", "blocks.0.down.weight")}),
-    ("llama", {"atorch_wrap_cls": "LlamaMLP"}),
     ("llama", {"cpu_offload": True}),
-    ("llama", {"reshard_after_forward": False}),
     ("lora", None),
     ("lora", {"fsdp_wrap_params_outmost": True}),
-    ("llama", {"atorch_wrap_cls": ("mlp", "embed_tokens")}),
     ("awkward", {"sharding_strategy": "NO_SHARD"}),
-    ("llama", {"auto_wrap_policy": large}),
 ]
 HYBRID = ("parallel_mode", ([("zero", 2), ("data", 2)], None))
 
 
 def test_trains_and_clips_as_one_process_does(pool: Pool) -> None:
     assert_trains_like_plain(pool, deviation, [([("fsdp", config)], name, True) for name, config in CONFIGS])
-
-    assert_trains_like_plain(pool, deviation, [(["fsdp"], "awkward")], ranks=1)
 
 
 @pytest.mark.slow

@@ -21,6 +21,7 @@ from tests.auto.opt_lib.splitting import BLOCK, PROFILE, cluster, cost_of
 from tests.auto.training import accelerate, messages, run_each
 from tests.pool import Pool
 from tests.runtime.data_parallel.test_collective_order import CAN_FIND
+from tests.zoo import Residual
 
 AXES = {"tensor": 4}
 ALONE = ("parallel_mode", ([("tensor", 2)], None))
@@ -114,21 +115,17 @@ def test_a_saved_strategy_keeps_the_layout(pool: Pool) -> None:
         assert seen["split"] == 7
 
 
-class Branch(nn.Module):
-    """A residual block beside one that no batch reaches."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down, self.unused = nn.Linear(8, 16), nn.Linear(16, 8), nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.relu(self.up(x)))
+def branch() -> nn.Module:
+    """A residual block with a layer that no batch reaches."""
+    block = Residual(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+    block.unused = nn.Linear(8, 8)
+    return block
 
 
 def clipped(rank: int, size: int, method: Any) -> dict[str, Any]:
     """Norms and updates of two clipped steps, against plain training, with parameters that have no gradient."""
     torch.manual_seed(4)
-    model, plain = (nn.Sequential(Branch(), Branch()) for _ in range(2))
+    model, plain = (nn.Sequential(branch(), branch()) for _ in range(2))
     plain.load_state_dict(model.state_dict())
     data = torch.randn(8, 8)
     optimizer = {"optim_func": torch.optim.AdamW, "optim_args": {"lr": 0.01, "foreach": True}}

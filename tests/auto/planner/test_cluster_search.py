@@ -270,18 +270,6 @@ def test_what_saves_more_than_the_estimate_may_be_wrong_is_taken(monkeypatch):
     assert with_host.strategy == without.strategy
 
 
-@pytest.mark.parametrize("allowed", [None, True])
-def test_405b_on_1024_keeps_no_activations_on_the_host(allowed):
-    whole = TransformerShape(
-        layers=126, hidden=16384, heads=128, kv_heads=8, ffn=53248, vocab=128256, seq_len=8192, head_dim=128
-    )  # fmt: skip
-    profile = transformer_profile(whole, 1, Implementation(itemsize=4.0))
-    splits = ("context_parallel", "sequence_parallel", "zero1", "zero2", "chunk")  # a smaller space: seconds
-    cluster = ClusterSpec.load("128x8xH100-80GB")
-    plan = answer(profile, cluster, global_batch=1024, host_memory=allowed, excluded=splits, advise=False)
-    assert plan.estimate.on_host_bytes == 0
-
-
 JOBS = [("18B", YARD.cluster), ("68B", SUPERPOD.cluster)]
 RECIPE = Strategy.of([("half", "fp16"), "checkpoint"])
 HOST_METHODS = frozenset(("chunk", "offload"))

@@ -4,7 +4,6 @@ import io
 import json
 import os
 import pickle
-import stat
 from pathlib import Path
 from typing import Any
 
@@ -62,9 +61,6 @@ def test_a_file_reads_as_it_was_written_within_exact_limits() -> None:
 
     assert Strategy.of(b'\xef\xbb\xbf["toy_mesh"]').names() == ("toy_mesh",)
 
-    nested = '[["toy_shard", {"extra": {"x": ' + "[" * 28 + "]" * 28 + "}}]]"
-    assert Strategy.of(nested).names() == ("toy_shard",)
-    assert "nested deeper" in refused(nested.replace("[[[[", "[[[[[").replace("]]]]", "]]]]]"))
     longest = json.dumps([["toy_shard", {"extra": {"x": "a" * codec.FORMAT.max_string, "y": -MAX_INTEGER}}]])
     assert Strategy.of(longest).names() == ("toy_shard",)
 
@@ -97,56 +93,28 @@ def test_what_is_written_reads_back(sizes: Any, share: float, extra: Any, metada
         ("[", "line 1 column 2: Expecting value (the text was cut short)"),
         (VERSION_1.split(', "config"')[0], "line 4 column 24: Expecting ',' delimiter (the text was cut short)"),
         ('{"atorch_strategy": 1,\n "meth', "line 2 column 2: Unterminated string starting at (the text was cut short)"),
-        ("[1 2]", "line 1 column 4: Expecting ',' delimiter"),
-        ("[] []", "line 1 column 4: Extra data"),
-        ('["a\\"[[[[", ' + "[" * 32 + "]" * 32 + "]", "$[1]" + "[0]" * 31 + ": nested deeper than 32 levels"),
-        ("[" * 100_000, "nested deeper than 32 levels"),
         ("{}", '$: no "atorch_strategy": 1, so this is not a strategy file'),
         ('{"methods": []}', "$: no \"atorch_strategy\": 1, so this is not a strategy file; it has ['methods']"),
         ('{"atorch_strategy": "1"}', "$.atorch_strategy: '1' is not a version; write 1"),
         ('{"atorch_strategy": true}', "$.atorch_strategy: True is not a version; write 1"),
         ('{"atorch_strategy": 0}', "$.atorch_strategy: 0 is not a version; write 1"),
         ('{"atorch_strategy": 1.0}', "$.atorch_strategy: 1.0 is not a version; write 1"),
-        (
-            '{"atorch_strategy": 2, "x": 1}',
-            "$.atorch_strategy: the file has version 2, and this atorch reads up to 1; update",
-        ),
-        (
-            '{"atorch_strategy": 1, "methods": [], "metdata": {}}',
-            "$.metdata: a strategy file has no such field; did you mean",
-        ),
+        ('{"atorch_strategy": 2, "x": 1}', "$.atorch_strategy: the file has version 2, and this atorch reads up to 1"),
+        ('{"atorch_strategy": 1, "methods": [], "metdata": {}}', "$.metdata: a strategy file has no such field"),
         ('{"atorch_strategy": 1}', "$.methods: None is not a list of methods"),
         ('{"atorch_strategy": 1, "methods": {}}', "$.methods: {} is not a list of methods"),
         ('{"atorch_strategy": 1, "methods": [], "metadata": []}', "$.metadata: [] is not an object"),
         ('{"atorch_strategy": 1, "methods": [], "methods": []}', "$.methods: the key is there twice"),
-        ('[["toy_amp", {"dtype": "bf16", "dtype": "fp16"}]]', "$[0][1].dtype: the key is there twice; leave one"),
-        ('[["toy_amp", {"a b": 1, "a b": 1}]]', "$[0][1]['a b']: the key is there twice"),
-        ('[["toy_shard", {"share": NaN}]]', "$[0][1].share: nan is not a JSON number"),
-        ('[["toy_shard", {"share": -Infinity}]]', "$[0][1].share: -inf is not a JSON number"),
-        ('[["toy_shard", {"share": 1e999}]]', "$[0][1].share: inf is not a JSON number"),
-        ('[["toy_shard", {"share": 9223372036854775808}]]', "$[0][1].share: an integer beyond"),
-        (f'[["toy_shard", {{"share": {"9" * 5000}}}]]', "$[0][1].share: a number of 5000 characters"),
-        (f'[["toy_shard", {{"share": 0.{"9" * 5000}}}]]', "$[0][1].share: a number of 5002 characters"),
-        (f'["{"a" * 9000}"]', "$[0]: a string of 9,000 characters; one has at most 8,192"),
-        (f'[{{"{"a" * 9000}": 1}}]', "a key of $[0]: a string of 9,000 characters"),
-        ('["\\ud800"]', "$[0]: '\\ud800' is half a character"),
-        (f"[{'1,' * 60_000}1]", "more than 50,000 values"),
-        (f"[{' ' * 2**20}]", "more than 1,048,576 bytes"),
         ('["toy_msh"]', "$[0]: there is no method named 'toy_msh'; did you mean 'toy_mesh'?"),
+        ('{"atorch_strategy": 1, "methods": [{"name": "toy_am"}]}', "$.methods[0].name: there is no method named"),
         (
-            '{"atorch_strategy": 1, "methods": ["toy_mesh", {"name": "toy_am"}]}',
-            "$.methods[1].name: there is no method named",
+            '{"atorch_strategy": 1, "methods": [{"name": "toy_amp", "config": {"dtype": 1}}]}',
+            "[0].config.dtype: toy_amp",
         ),
         (
-            '{"atorch_strategy": 1, "methods": ["toy_mesh", {"name": "toy_amp", "config": {"dtype": "fp8"}}]}',
-            "$.methods[1].config.dtype: toy_amp.dtype was given 'fp8': Input should be 'fp16' or 'bf16'",
+            '{"atorch_strategy": 1, "methods": ["toy_half", "toy_amp"]}',
+            "$.methods[1]: toy_half and toy_amp exclude each",
         ),
-        (
-            '{"atorch_strategy": 1, "methods": ["toy_half", "toy_mesh", "toy_amp"]}',
-            "$.methods[2]: toy_half and toy_amp exclude each other",
-        ),
-        (b"\xff\xfe[", "byte 0 is not UTF-8 (invalid start byte)"),
-        (b'["toy_mesh", "\xc3"]', "byte 14 is not UTF-8"),
         (b"", "line 1 column 1: Expecting value (the text was cut short)"),
         (b"null", "$: None is not a strategy; a method is written"),
         (b'"toy_mesh"', "$: 'toy_mesh' is not a strategy; a method is written"),
@@ -194,9 +162,6 @@ def test_what_is_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert "is not a file name" in refused("a\ud800")
     assert "cannot be read" in refused("a" * 100_000)
     assert len(refused("a" * 100_000)) < 400
-    os.mkfifo(tmp_path / "pipe")
-    assert "is a pipe, no ordinary file" in refused(tmp_path / "pipe")
-    assert "is a device, no ordinary file" in refused("/dev/zero")
     monkeypatch.chdir(tmp_path)
     Path("[.json").write_text('["toy_mesh"]')
     assert Strategy.of(Path("[.json")).names() == ("toy_mesh",)
@@ -204,8 +169,6 @@ def test_what_is_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     file = tmp_path / "strategy.json"
     file.write_text('["toy_amp", ["toy_shard", {"share": 2}]]')
     assert refused(str(file)).startswith(f"'{file}': $[1][1].share: toy_shard.share was given 2")
-    file.write_bytes(b" " * (codec.FORMAT.max_bytes + 1))
-    assert refused(file) == f"'{file}': more than 1,048,576 bytes; a strategy file is smaller"
 
     buffer = io.BytesIO()
     torch.save({"methods": ["toy_mesh"]}, buffer)
@@ -219,15 +182,6 @@ def test_save_and_read(tmp_path: Path) -> None:
     assert Strategy.of(str(file)) == Strategy.of(file) == BOTH
     assert file.read_text() == VERSION_1
     assert list(tmp_path.iterdir()) == [file]
-    umask = os.umask(0o022)
-    os.umask(umask)
-    assert stat.S_IMODE(file.stat().st_mode) == 0o666 & ~umask
-
-    target, link = tmp_path / "target.json", tmp_path / "link.json"
-    link.symlink_to(target)
-    BOTH.save(link)
-    assert link.is_symlink()
-    assert target.read_text() == VERSION_1
 
 
 def test_a_save_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,19 +192,10 @@ def test_a_save_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pyte
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(
-        StrategyError, match="the strategy file .*strategy.json' cannot be written: No space left on device"
-    ):
+    with pytest.raises(StrategyError, match=r"strategy.json' cannot be written: No space left"):
         Strategy().save(file)
     assert file.read_text() == VERSION_1
     assert list(tmp_path.iterdir()) == [file]
-
-
-@pytest.mark.parametrize("path", ["no/such/folder/s.json", "a\0b", "/dev/null/x"])
-def test_a_place_that_cannot_be_written_to(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(StrategyError, match="cannot be written|is not a file name"):
-        BOTH.save(path)
 
 
 def itself() -> dict[str, Any]:

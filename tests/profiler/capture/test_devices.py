@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from atorch.model.pytree import map_tensors
 from atorch.profiler.fakes import Fakes, as_on
 from atorch.profiler.trace import trace
+from tests.operations import holding_casts, saved_bytes, storages
 from tests.profiler.families import FAMILIES, call, deepseek, gpt2, gpt_oss, loss_of, t5
 
 ROOT = Path(__file__).parents[3]
@@ -33,26 +33,19 @@ A100, H100, T4 = (8, 0), (9, 0), (7, 5)
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks for it
 
 
-def saved_bytes(function, *tensors):
-    kept = {}
-
-    def pack(tensor):
-        kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+def saved(function, *tensors):
+    with saved_bytes(storages(tensors)) as total:
         function(*tensors)
-    own = {tensor.untyped_storage()._cdata for tensor in tensors}
-    return sum(size for storage, size in kept.items() if storage not in own)
+    return total[0]
 
 
 def test_dropout_keeps_a_mask_of_bytes():
     inputs = torch.randn(100, requires_grad=True)
-    assert saved_bytes(functional.dropout, inputs) == 400
+    assert saved(functional.dropout, inputs) == 400
     with as_on("cuda"):
-        assert saved_bytes(functional.dropout, inputs) == 100
+        assert saved(functional.dropout, inputs) == 100
         assert torch.equal(functional.dropout(inputs, training=False), inputs)
-        assert saved_bytes(torch.nn.Dropout(0.5), inputs) == 100
+        assert saved(torch.nn.Dropout(0.5), inputs) == 100
 
 
 def test_autocast_runs_in_fp32_what_gpus_do():
@@ -80,10 +73,10 @@ def test_attention_writes_no_scores():
         return functional.scaled_dot_product_attention(*tensors, dropout_p=0.1)
 
     scores = 4 * 2 * 64 * 64
-    assert saved_bytes(attend, query, key, value) > scores
+    assert saved(attend, query, key, value) > scores
     with as_on("cuda"):
-        assert saved_bytes(attend, query, key, value) < scores
-        assert saved_bytes(attend, query, key, value, bias) < scores
+        assert saved(attend, query, key, value) < scores
+        assert saved(attend, query, key, value, bias) < scores
         out = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
     assert torch.allclose(out, functional.scaled_dot_product_attention(query, key, value, is_causal=True))
 
@@ -103,12 +96,12 @@ def test_attention_writes_scores_where_no_kernel_takes_it(mask, is_causal):
 
     with as_on("cuda", H100):
         found = attend(query, key, value, bias, **kwargs)
-        assert saved_bytes(lambda *each: attend(*each, bias, **kwargs), query, key, value) > scores
+        assert saved(lambda *each: attend(*each, bias, **kwargs), query, key, value) > scores
         with torch.autocast("cpu", torch.bfloat16):
-            assert saved_bytes(lambda *each: attend(*each, bias, **kwargs), query, key, value) < scores
+            assert saved(lambda *each: attend(*each, bias, **kwargs), query, key, value) < scores
         turned = torch.randn(1, 64, 64, 4).permute(0, 3, 1, 2)  # as T5's bias
         narrow = [each.detach().bfloat16().requires_grad_() for each in (query, key, value)]
-        assert saved_bytes(lambda *each: attend(*each, turned.bfloat16(), enable_gqa=True), *narrow) > scores
+        assert saved(lambda *each: attend(*each, turned.bfloat16(), enable_gqa=True), *narrow) > scores
         assert attend(*narrow, turned.bfloat16(), enable_gqa=True).dtype == torch.bfloat16
     assert torch.allclose(found, attend(query, key, value, bias, **kwargs), atol=1e-6)
 
@@ -138,7 +131,7 @@ def test_kernels_by_compute_capability(capability, dtype, kv_heads, is_masked, w
         return functional.scaled_dot_product_attention(*tensors, mask, enable_gqa=True)
 
     with as_on("cuda", capability):
-        assert (saved_bytes(attend, query, key, value) > 4 * 4 * 64 * 64) == writes
+        assert (saved(attend, query, key, value) > 4 * 4 * 64 * 64) == writes
 
 
 class Kernels(TorchFunctionMode):
@@ -183,21 +176,6 @@ class Kernels(TorchFunctionMode):
         return CHOSEN[f"{str(query.dtype).removeprefix('torch.')}{name or ' plain'}"][0]
 
 
-class Casts(TorchDispatchMode):
-    """Notes what is cast of parameters, which costs keep account of beside what is saved."""
-
-    def __init__(self, held):
-        super().__init__()
-        self.held, self.alive = held, []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten._to_copy.default and args[0].untyped_storage()._cdata in self.held:
-            self.held.add(out.untyped_storage()._cdata)
-            self.alive.append(out)
-        return out
-
-
 def kept_on_gpu(model, batch, numbers):
     """Bytes that CUDA's operations save of a pass, each storage once."""
     fakes, kept, alive = Fakes(dtype=torch.bfloat16 if numbers == "in_half" else None), {}, []
@@ -206,7 +184,7 @@ def kept_on_gpu(model, batch, numbers):
         memo[id(each)] = torch.nn.Parameter(memo[id(each)], requires_grad=each.requires_grad)
     model = copy.deepcopy(model, memo)
     batch = {name: fakes.fake_unless_known(each) for name, each in batch.items()}
-    held = {each.untyped_storage()._cdata for each in memo.values() if torch.is_tensor(each)}
+    held = storages(each for each in memo.values() if torch.is_tensor(each))
 
     def pack(tensor):
         storage = tensor.untyped_storage()
@@ -217,7 +195,7 @@ def kept_on_gpu(model, batch, numbers):
 
     saved = torch.autograd.graph.saved_tensors_hooks(pack, lambda each: each)
     autocast = torch.autocast("cpu", torch.bfloat16, enabled=numbers == "in_autocast")
-    with fakes.running(), Casts(held), Kernels(), saved, autocast:
+    with fakes.running(), holding_casts(held), Kernels(), saved, autocast:
         loss_of(batch, call(model, batch))
     return sum(kept.values())
 

@@ -5,11 +5,11 @@ import copy
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from atorch.auto.strategy import Strategy
 from atorch.cost import plain_cost
 from atorch.profiler.trace import trace
+from tests.operations import holding_casts, saved_bytes, storages
 from tests.profiler.families import (
     BATCH,
     FAMILIES,
@@ -44,34 +44,12 @@ STREAM = 4 * BATCH * SEQ * HIDDEN  # bytes of the residual stream
 HEAD_DIM = HIDDEN // HEADS
 
 
-class Casting(TorchDispatchMode):
-    """Adds copies of what is held in another dtype to what is held."""
-
-    def __init__(self, held):
-        super().__init__()
-        self.held = held
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        if func._overloadpacket is torch.ops.aten._to_copy and args[0].untyped_storage()._cdata in self.held:
-            self.held[out.untyped_storage()._cdata] = out
-        return out
-
-
 def really_saved(model, batch):
     """Bytes of the storages that autograd saves in a real run, parameters, their copies and buffers apart."""
-    held = {each.untyped_storage()._cdata: each for each in (*model.parameters(), *model.buffers())}
-    saved = {}
-
-    def pack(tensor):
-        storage = tensor.untyped_storage()
-        if storage._cdata not in held:
-            saved.setdefault(storage._cdata, storage)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), Casting(held):
+    held = storages((*model.parameters(), *model.buffers()))
+    with saved_bytes(held) as total, holding_casts(held):
         call(model, batch)
-    return sum(storage.nbytes() for storage in saved.values())
+    return total[0]
 
 
 @pytest.mark.parametrize("make", FAMILIES)

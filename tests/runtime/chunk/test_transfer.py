@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from atorch.runtime.chunk import residency
 from atorch.runtime.chunk.residency import Residency
 from atorch.runtime.chunk.transfer import OnStream
+from tests.operations import Watch
 
 
 class Stream:
@@ -59,19 +60,6 @@ def streams(log: list[str]) -> Iterator[None]:
         yield
 
 
-class Copied(torch.utils._python_dispatch.TorchDispatchMode):
-    """Logs copies."""
-
-    def __init__(self, log: list[str]) -> None:
-        super().__init__()
-        self.log = log
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket is torch.ops.aten.copy_:
-            self.log.append("copy")
-        return func(*args, **(kwargs or {}))
-
-
 def test_a_shared_chunk_is_gathered_after_its_copy_and_computation_waits_when_it_needs_it() -> None:
     log: list[str] = []
     memory = SimpleNamespace(
@@ -83,7 +71,7 @@ def test_a_shared_chunk_is_gathered_after_its_copy_and_computation_waits_when_it
     steps = iter([step, SimpleNamespace(evict=(), fetch=(), prefetch=())])
     course: Any = SimpleNamespace(next=lambda *_: next(steps), begin=lambda: None, other_bytes=0)
     parameters: dict[str, nn.Parameter] = {}
-    with streams(log), Copied(log):
+    with streams(log), Watch(lambda func, *_: log.append("copy") if func is torch.ops.aten.copy_.default else None):
         held = Residency(chunks, parameters, 1000, course, OnStream(torch.device("cuda")))
         held.need("an operation before it", frozenset())
         assert log == ["down waits for compute", "copy", "gather after down"]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from atorch.errors import ArgumentError
 from atorch.logs import logger
 from atorch.runtime.data.batches import LOOKS, watch_batches
-from tests.auto.opt_lib.sharing_job import Tokens, accelerated
+from tests.auto.opt_lib.sharing_job import TOKENS, accelerated
 from tests.pool import Pool, on_ranks
 
 PIPELINE = ("pipeline_parallel", {"micro_batches": 2})
@@ -91,6 +91,6 @@ def test_a_loop_that_deals_samples_out_by_rank_is_told(pool: Pool, axes: Any, me
 
 def deal_by_rank(rank: int, size: int, strategy: Any, says: str) -> None:
     result = accelerated(strategy, "llama")
-    tokens = Tokens().tokens[rank::size][:2]
+    tokens = TOKENS[rank::size][:2]
     with pytest.raises(ArgumentError, match=says) if says else nullcontext():
         result.loss_func(tokens, result.model(tokens)).backward()

@@ -1,6 +1,5 @@
 """Sharded optimizers step as whole ones do, hold their share of the state, and save what any rank count can load."""
 
-import copy
 from typing import Any
 from unittest import mock
 
@@ -20,6 +19,7 @@ from atorch.runtime.data_parallel.buckets import broadcast
 from atorch.runtime.data_parallel.replicate import replicate
 from atorch.runtime.data_parallel.zero1 import ShardedOptimizer, deal_out
 from atorch.runtime.precision.master_weights import to_half, with_master_weights
+from tests.auto.training import assert_trains_like_plain
 from tests.pool import Pool, on_ranks
 from tests.runtime.sharing import clear, deviation, make, param_groups, replace, sgd, train, world
 
@@ -34,18 +34,13 @@ def test_shares_are_within_the_largest_item_of_each_other(sizes: list[int], num_
     assert max(loads) - min(loads) <= max(sizes, default=0)
 
 
-def trained(rank: int, size: int, backend: str, name: str, accumulate: int) -> float:
+def by_fairscale(rank: int, size: int, name: str, shares_gradients: bool) -> float:
     model: nn.Module = make(name, seed=0)
     groups = param_groups(model)
-    if backend == "fairscale 2":
-        optim = shard_states(groups, sgd, world())
-        model = shard_gradients(model, optim, world())
-    else:
-        model = replicate(model, world(), CPU)
-        optim = shard_states(groups, sgd, world()) if backend == "fairscale 1" else None
-        optim = optim or ShardedOptimizer(groups, sgd, world())
-    train(model, optim, rank, size, accumulate)
-    return deviation(model, name, accumulate)
+    optim = shard_states(groups, sgd, world())
+    model = shard_gradients(model, optim, world()) if shares_gradients else replicate(model, world(), CPU)
+    train(model, optim, rank, size, accumulate=2)
+    return deviation(model, name, accumulate=2)
 
 
 def put(optim: torch.optim.Optimizer) -> None:
@@ -74,17 +69,8 @@ def test_states_that_are_taken_away_are_gone(rank: int, size: int) -> None:
     assert max(found) == 0.0
 
 
-@pytest.mark.parametrize(
-    ("backend", "name", "accumulate", "ranks"),
-    [
-        ("torch", "awkward", 1, 3),
-        ("torch", "llama", 2, 2),
-        ("fairscale 1", "llama", 2, 2),
-        ("fairscale 2", "awkward", 2, 2),
-    ],
-)
-def test_trains_as_one_process_does(pool: Pool, backend: str, name: str, accumulate: int, ranks: int) -> None:
-    assert max(pool.run(trained, backend, name, accumulate, ranks=ranks)) <= 1e-4
+def test_fairscale_trains_as_one_process_does(pool: Pool) -> None:
+    assert_trains_like_plain(pool, by_fairscale, [("llama", False), ("awkward", True)])
 
 
 def adam(groups: Any) -> torch.optim.Optimizer:
@@ -99,41 +85,14 @@ def stepped(model: nn.Module, optim: torch.optim.Optimizer, seed: int) -> None:
     optim.zero_grad()
 
 
-def saved_and_loaded(rank: int, size: int, saved: Any) -> Any:
-    """Two steps, saved; or what was saved loaded into a new optimizer, and a third step."""
-    model = make("awkward")
-    optim = ShardedOptimizer(model.parameters(), adam, world())
-    if saved is None:
-        stepped(model, optim, 1)
-        stepped(model, optim, 2)
-        own = ShardedOptimizer(model.parameters(), adam, world())
-        own.load_state_dict(optim.local_state_dict())  # a share loads where it was written
-        assert own.local_state_dict()["state"].keys() == optim.local_state_dict()["state"].keys()
-        box: list[Any] = [None] * size
-        dist.all_gather_object(box, optim.local_state_dict())
-        with pytest.raises(CheckpointError, match="Load the whole state"):
-            own.load_state_dict(box[1 - rank])
-        assert own.state_dict()["state"].keys() == optim.state_dict()["state"].keys()
-        return optim.full_state_dict(), {k: v.clone() for k, v in model.state_dict().items()}
-    state, weights = copy.deepcopy(saved)  # what came over lies in shared memory, and stepping writes it
-    model.load_state_dict(weights)
-    optim.load_state_dict(state)
-    stepped(model, optim, 3)
-    return {k: v.clone() for k, v in model.state_dict().items()}
-
-
-def test_state_moves_to_another_number_of_ranks_and_to_a_plain_optimizer(pool: Pool) -> None:
-    (state, weights), (nothing, _) = pool.run(saved_and_loaded, None)
-    assert nothing is None
-    plain = make("awkward")
-    plain.load_state_dict(weights)
-    optim = adam(plain.parameters())
-    optim.load_state_dict(copy.deepcopy(state))
-    stepped(plain, optim, 3)
-    for ranks in (2, 3):
-        for loaded in pool.run(saved_and_loaded, (state, weights), ranks=ranks):
-            for key, value in plain.state_dict().items():
-                torch.testing.assert_close(loaded[key], value)
+@on_ranks()
+def test_another_ranks_share_is_refused(rank: int, size: int) -> None:
+    optim = ShardedOptimizer(make("awkward").parameters(), adam, world())
+    shares: list[Any] = [None] * size
+    dist.all_gather_object(shares, optim.local_state_dict())
+    optim.load_state_dict(shares[rank])
+    with pytest.raises(CheckpointError, match="Load the whole state"):
+        optim.load_state_dict(shares[1 - rank])
 
 
 @on_ranks()
@@ -281,7 +240,9 @@ def test_slices_are_stepped_saved_and_loaded_as_the_whole(rank: int, size: int) 
             fresh.load_state_dict(state)
             pairs.append((((), again), ((), fresh)))
         rounding = 1e-6 if "sparse" in name else 0.0  # entries of one row are added up in another order
-        if not all(same(*((params, each.state_dict()) for params, each in pair), rounding) for pair in pairs):
+        whole = optim.full_state_dict()
+        is_whole = same(reference.state_dict(), whole, rounding) if rank == 0 else whole is None
+        if not (is_whole and all(same(*((ps, each.state_dict()) for ps, each in pair), rounding) for pair in pairs)):
             wrong.append(name)
     assert wrong == []
 

@@ -15,7 +15,7 @@ from atorch.errors import ArgumentError
 from atorch.runtime.optimizer.wrapped_optimizer import OwnPart
 from tests.auto.training import accelerate
 from tests.pool import on_ranks
-from tests.runtime.sharing import Residual
+from tests.zoo import Residual
 
 Gradients = list[Tensor]
 WIDTH = 8

@@ -14,13 +14,9 @@ from torch.nn.utils import parametrizations, spectral_norm
 
 from atorch.runtime.memory.forward_state import ForwardState
 from atorch.runtime.memory.recompute import checkpoint_wrapper, recomputed
+from tests.runtime.memory.checkpointed import FORMS
 
-FORMS = {
-    "plain": {},
-    "reentrant": {"reentrant": True},
-    "selective-counter": {"selective": True, "maintain_forward_counter": True},
-}
-every_form = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+every_form = pytest.mark.parametrize("form", [FORMS[name] for name in ("plain", "reentrant", "selective-counter")])
 
 
 class Drawing(nn.Linear):

@@ -19,8 +19,8 @@ from atorch.runtime.fsdp.shard import shard
 from atorch.runtime.gradients.micro_batched import MicroBatched
 from atorch.runtime.precision.amp import LossScale, ScaledOptimizer, scale_loss
 from tests.pool import on_ranks
-from tests.runtime.sharing import Residual
 from tests.runtime.tensor_parallel.models import Collectives
+from tests.zoo import Residual
 
 
 class Net(nn.Module):
@@ -114,18 +114,6 @@ def test_accumulating_scaling_and_clipping_mean_what_they_mean(clip):
     weights, mine = use(*micro(size=2), clip)
     close(weights, expected, 1e-5)
     close(mine, last, 1e-5)
-
-
-@pytest.mark.parametrize("knobs", [{}, {"loss_weight": "labels"}])
-def test_labels_that_do_not_count(knobs):
-    batch = make_batch(7)
-    batch["labels"][:3, 1:] = -100
-    batch["labels"][6] = -100  # alone in the last micro-batch, whose own loss is 0/0
-    model, loss_func = micro(by_label, size=2, **knobs)
-    loss = loss_func(batch, model(batch["tokens"]))
-    loss.backward()
-    torch.testing.assert_close(loss, by_label(batch, Net()(batch["tokens"])))
-    close(gradients(model), plain_gradients(batch, loss=by_label))
 
 
 class Dividing(Net):

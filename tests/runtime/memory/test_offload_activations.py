@@ -7,13 +7,13 @@ import weakref
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from atorch.model.structure import repeated_blocks
 from atorch.runtime.memory.offload_activations import offload_activations
 from atorch.runtime.memory.recompute import checkpoint_wrapper
+from tests.operations import copied
 from tests.runtime.chunk.test_training import FAMILIES, fresh
-from tests.runtime.sharing import Residual
+from tests.zoo import Residual
 
 WIDTH, ROWS = 8, 5
 
@@ -88,9 +88,7 @@ def test_beside_checkpointing_inputs_alone_wait():
         checkpoint_wrapper(block)
     twin = moved(net)
     assert equal(gradients(twin), gradients(net))
-    with Copies() as down:
-        twin(*inputs()).sum()
-    assert down.sizes == [ROWS * WIDTH] * 3
+    assert copied(lambda: twin(*inputs()).sum()) == [ROWS * WIDTH] * 3
 
 
 # Dynamo asks a non-leaf for its gradient, and hides the warning in a way that an error filter does not see.
@@ -105,9 +103,8 @@ def test_beside_compilation_what_compiled_blocks_save_waits():
     for each in (net, twin):
         each(inputs()[0]).square().sum().backward()
     assert equal([p.grad for p in twin.parameters()], [p.grad for p in net.parameters()])
-    with Copies() as down:
-        twin(inputs()[0]).sum()
-    assert sorted(down.sizes) == [ROWS] * 4 + [ROWS * WIDTH] * 5  # all but the first block's input, which is no result
+    down = copied(lambda: twin(inputs()[0]).sum())
+    assert sorted(down) == [ROWS] * 4 + [ROWS * WIDTH] * 5  # all but the first block's input, which is no result
 
 
 @pytest.mark.parametrize(("share", "num_moved"), [(0.3, 1), (0.5, 2), (0.75, 3), (1.0, 3)])
@@ -132,44 +129,26 @@ def test_a_lone_block_goes_too():
     del loss
 
 
-class Copies(TorchDispatchMode):
-    """The elements of what is copied into another memory."""
-
-    def __init__(self):
-        super().__init__()
-        self.sizes = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.aten.copy_.default:
-            self.sizes.append(args[1].numel())
-        return func(*args, **(kwargs or {}))
-
-
 def test_each_memory_goes_once_and_what_others_hold_stays():
     net = moved(Net(2))
-    with Copies() as down:
-        loss = net(*inputs()).sum()
+    losses: list[torch.Tensor] = []
+    down = copied(lambda: losses.append(net(*inputs()).sum()))
     stream, square, row = ROWS * WIDTH, ROWS * ROWS, ROWS
     # The norm's input, its mean and its deviation; what three products read; queries, keys, scores and values; what
     # was multiplied by the table; what dropout left. The weights, the table and the mask stay.
-    assert sorted(down.sizes) == sorted([stream, row, row, stream, stream, stream, square, stream, stream, stream])
-    with Copies() as up:
-        loss.backward()
-    assert sorted(up.sizes) == sorted(down.sizes)
+    assert sorted(down) == sorted([stream, row, row, stream, stream, stream, square, stream, stream, stream])
+    assert sorted(copied(losses[0].backward)) == sorted(down)
 
 
 def test_small_memories_and_casts_of_weights_stay_and_nothing_moves_without_gradients():
     net = moved(Net(2), small_bytes=ROWS * ROWS * 4 + 1)
-    with Copies() as down:
-        net(*inputs()).sum()
-    assert set(down.sizes) == {ROWS * WIDTH}
+    assert set(copied(lambda: net(*inputs()).sum())) == {ROWS * WIDTH}
     net = moved(Net(2))
-    with torch.autocast("cpu", torch.bfloat16), Copies() as down:
-        net(*inputs()).sum()
-    assert WIDTH * WIDTH not in [size for size in down.sizes if size > ROWS * WIDTH]
-    with torch.no_grad(), Copies() as copies:
-        net(*inputs())
-    assert not copies.sizes
+    with torch.autocast("cpu", torch.bfloat16):
+        down = copied(lambda: net(*inputs()).sum())
+    assert WIDTH * WIDTH not in [size for size in down if size > ROWS * WIDTH]
+    with torch.no_grad():
+        assert not copied(lambda: net(*inputs()))
 
 
 def test_a_graph_or_a_block_can_be_used_twice():

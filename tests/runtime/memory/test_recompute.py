@@ -1,14 +1,9 @@
-"""Checkpointed modules against plain ones: values, gradients, buffers, random numbers, memory, lifetime."""
+"""Checkpointed modules against plain ones: values, gradients, buffers, random numbers, memory."""
 
 import copy
-import gc
 import inspect
-import pickle
-import threading
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 
 from atorch.errors import ArgumentError
 from atorch.runtime.memory import recompute
@@ -24,32 +18,9 @@ from atorch.runtime.memory.recompute import (
     checkpoint_sequential,
     checkpoint_wrapper,
     disable_checkpointing,
-    is_recomputing,
 )
-from tests.pool import on_ranks
-
-FORMS = {
-    "plain": {},
-    "offload": {"offload_to_cpu": True},
-    "counter": {"maintain_forward_counter": True},
-    "reentrant": {"reentrant": True},
-    "reentrant-offload": {"reentrant": True, "offload_to_cpu": True},
-    "selective": {"selective": True},
-    "selective-counter": {"selective": True, "maintain_forward_counter": True},
-}
-every_form = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
-
-
-@pytest.fixture(autouse=True)
-def _host_is_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without an accelerator `.to("cpu")` copies nothing; a clone makes the offloaded input a tensor of its own."""
-
-    def to_host(tensor: Tensor) -> Any:
-        kept, device, version = moved(tensor)
-        return (kept, device, version) if tensor.is_leaf else (kept.clone(), device, 0)
-
-    moved = recompute._to_host
-    monkeypatch.setattr(recompute, "_to_host", to_host)
+from tests.operations import saved_bytes
+from tests.runtime.memory.checkpointed import FORMS, calls_of, every_form
 
 
 @dataclass
@@ -102,33 +73,6 @@ def step(module: nn.Module, *tensors: Tensor, run: Callable[..., Tensor] | None 
 def assert_equal(got: list[Tensor], wanted: list[Tensor], band: float = 0) -> None:
     for left, right in zip(got, wanted, strict=True):
         torch.testing.assert_close(left, right, rtol=band, atol=band)
-
-
-def calls_of(module: nn.Module) -> list[bool]:
-    """A list that gets `is_recomputing()` of every call of `module` from now on."""
-    seen: list[bool] = []
-    module.register_forward_pre_hook(lambda *_: seen.append(is_recomputing()))
-    return seen
-
-
-@contextmanager
-def saved_bytes() -> Iterator[list[int]]:
-    """The bytes that autograd keeps for backward, each storage once, in a list of one number."""
-    sizes: dict[int, int] = {}
-    total: list[int] = []
-
-    @torch.compiler.disable
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        sizes[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with saved_tensors_hooks(pack, lambda tensor: tensor):
-        yield total
-    total.append(sum(sizes.values()))
-
-
-# --- values and gradients
 
 
 def with_keywords(module: nn.Module, x: Tensor, bias: Tensor) -> Tensor:
@@ -236,9 +180,6 @@ def test_containers_are_the_callers_own_and_filled_once(form):
     assert log == [0]
 
 
-# --- memory
-
-
 class Wide(nn.Sequential):
     def __init__(self) -> None:
         super().__init__(nn.Linear(16, 256), nn.Tanh(), nn.Linear(256, 16), nn.Tanh())
@@ -307,55 +248,6 @@ def test_without_gradients_it_is_the_plain_forward(form):
     assert not twin.requires_grad_(False)(torch.randn(2, 4)).requires_grad
 
 
-# --- lifetime and copies
-
-
-@pytest.fixture
-def no_gc() -> Iterator[None]:
-    gc.disable()
-    yield
-    gc.enable()
-
-
-@every_form
-@pytest.mark.usefixtures("no_gc")
-@pytest.mark.parametrize("backward", [True, False])
-def test_module_is_freed_by_reference_count_alone(form, backward):
-    twin = checkpoint_wrapper(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), **form)
-    x = torch.randn(3, 4, requires_grad=True)
-    h = x * 2
-    out = twin(h)
-    if backward:
-        out.sum().backward()
-    alive = [weakref.ref(twin), weakref.ref(twin[0].weight), weakref.ref(h), weakref.ref(out)]
-    del twin, h, out
-    assert [ref() for ref in alive] == [None] * 4
-
-
-def pickled(module: nn.Module) -> nn.Module:
-    return pickle.loads(pickle.dumps(module))  # noqa: S301  our own bytes
-
-
-@pytest.mark.parametrize(
-    ("form", "copied"),
-    [("plain", pickled), ("counter", copy.deepcopy), ("reentrant-offload", pickled), ("selective", copy.deepcopy)],
-)
-def test_a_copy_checkpoints_itself(form, copied):
-    form = FORMS[form]
-    original = checkpoint_wrapper(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), **form)
-    root = copied(nn.ModuleList([original]))
-    twin = root[0]
-    with torch.no_grad():
-        twin[0].weight.zero_()
-    x = torch.randn(2, 4)
-    torch.testing.assert_close(twin(x), twin[0].bias.tanh().expand(2, 4))
-    del original, root
-    seen = calls_of(twin[0])
-    twin(x).sum().backward()
-    assert seen == [False, True]
-    assert twin[0].weight.grad is not None
-
-
 def test_what_people_see_of_the_module_stays_and_a_forward_of_the_instance_is_kept():
     plain, twin = pair(Block())
     assert type(twin) is Block
@@ -365,107 +257,6 @@ def test_what_people_see_of_the_module_stays_and_a_forward_of_the_instance_is_ke
     module, x = nn.Linear(4, 4), torch.randn(2, 4, requires_grad=True)
     module.forward = lambda x: x.exp()
     torch.testing.assert_close(checkpoint_wrapper(module)(x), x.exp())
-
-
-# --- counters and is_recomputing
-
-
-def counters(module: nn.Module) -> list[int]:
-    return [inner._checkpoint_fwd_counter for inner in module.modules()]
-
-
-@pytest.mark.parametrize(
-    ("reentrant", "inner_first", "inner_counts"),
-    [
-        ((False, False), True, True),
-        ((False, True), False, True),
-        ((True, False), False, False),
-        ((True, True), True, False),
-        ((False, False), False, True),
-    ],
-)
-def test_counters_rise_in_forward_and_fall_in_the_recompute(reentrant, inner_first, inner_counts):
-    # The modules at the ends save nothing, so that a recompute which stops early would never reach them.
-    twin = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Identity()), nn.Identity())
-    wraps = [
-        lambda: checkpoint_wrapper(twin[1], maintain_forward_counter=inner_counts, reentrant=reentrant[0]),
-        lambda: checkpoint_wrapper(twin, maintain_forward_counter=True, reentrant=reentrant[1]),
-    ]
-    for wrap in wraps if inner_first else reversed(wraps):
-        wrap()
-    assert counters(twin) == [0] * 7
-    h = twin(torch.randn(2, 4))
-    assert counters(twin) == [1] * 7
-    h = twin(h)
-    assert counters(twin) == [2] * 7
-    h.sum().backward()
-    assert counters(twin) == [0] * 7
-    with torch.no_grad():
-        twin(torch.randn(2, 4))
-    assert counters(twin) == [0] * 7
-
-
-def test_recomputing_is_seen_by_its_own_thread_and_by_inner_modules() -> None:
-    seen: dict[str, bool] = {}
-
-    class Ask(nn.Linear):
-        def forward(self, x):
-            if is_recomputing():
-                other = threading.Thread(target=lambda: seen.update(other=is_recomputing()))
-                other.start()
-                other.join()
-                seen["own"] = is_recomputing()
-            return super().forward(x).tanh()
-
-    inner = nn.Sequential(Ask(4, 4))
-    calls = calls_of(inner[0])
-    outer = checkpoint_wrapper(nn.Sequential(checkpoint_wrapper(inner), nn.Linear(4, 4), nn.Tanh()))
-    outer(torch.randn(2, 4)).sum().backward()
-    assert calls == [False, True, True]
-    assert seen == {"own": True, "other": False}
-    assert not is_recomputing()
-
-
-@every_form
-def test_a_recompute_in_a_thread_of_autograds_own_sees_the_context_of_its_forward(form):
-    variable: ContextVar[str] = ContextVar("variable", default="nobody's")
-    seen: list[str] = []
-
-    class Ask(nn.Linear):
-        def forward(self, x):
-            seen.append(variable.get())
-            return super().forward(x).tanh()
-
-    token = variable.set("forward's")
-    loss = checkpoint_wrapper(nn.Sequential(Ask(4, 4), nn.Tanh()), **form)(torch.randn(2, 4)).sum()
-    variable.reset(token)
-    autograds = threading.Thread(target=loss.backward)  # for a CUDA device it has one, whose context is empty
-    autograds.start()
-    autograds.join()
-    assert seen == ["forward's"] * 2
-
-
-@every_form
-def test_a_failing_recompute_leaves_everything_as_it_was(form):
-    class Fails(nn.BatchNorm1d):
-        def forward(self, x):
-            h = super().forward(x)
-            if is_recomputing():
-                raise KeyError("recompute")
-            return h.tanh()
-
-    twin = checkpoint_wrapper(Fails(4), **form)
-    loss = twin(torch.randn(3, 4)).sum()
-    mean = twin.running_mean
-    wanted = mean.clone()
-    with pytest.raises(KeyError):
-        loss.backward()
-    assert not is_recomputing()
-    assert twin.running_mean is mean
-    assert torch.equal(mean, wanted)
-
-
-# --- together with the compiler and with sharding
 
 
 # Dynamo asks a non-leaf for its gradient, and hides the warning in a way that an error filter does not see.
@@ -507,41 +298,6 @@ def test_options_that_need_python_in_backward_run_uncompiled(form):
     torch.compiler.reset()
     with pytest.raises(RuntimeError, match="need Python in backward"):
         torch.compile(checkpoint_wrapper(nn.Linear(4, 4), **form), backend="aot_eager", fullgraph=True)(x)
-
-
-def check_sharded(rank: int, size: int, form: dict[str, Any]) -> float:
-    """Relative distance of an FSDP2 step on checkpointed blocks from a plain step on the whole batch."""
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor import DTensor
-
-    torch.manual_seed(0)
-    plain = nn.Sequential(*(Wide() for _ in range(2)))
-    twin = copy.deepcopy(plain)
-    for block in twin:
-        seen = calls_of(checkpoint_wrapper(block, **form)[0])
-        fully_shard(block)
-    fully_shard(twin)
-    batch = torch.randn(4 * size, 16)
-    for _ in range(2):
-        plain(batch).square().mean().backward()
-        twin(batch.chunk(size)[rank]).square().mean().backward()
-    assert seen == [False, True] * 2
-    parts = []
-    for got, wanted in zip(twin.parameters(), plain.parameters(), strict=True):
-        assert isinstance(got.grad, DTensor)
-        parts.append((got.grad.full_tensor() - wanted.grad, wanted.grad))
-    distance, length = (sum(part[i].square().sum() for part in parts) ** 0.5 for i in (0, 1))
-    return float(distance / length)
-
-
-@pytest.mark.slow
-@on_ranks()
-def test_sharded_after_wrapping(rank: int, size: int) -> None:
-    found = {name: check_sharded(rank, size, form) for name, form in FORMS.items()}
-    assert max(found.values()) < 1e-5, found
-
-
-# --- checkpoint_sequential
 
 
 @pytest.mark.parametrize(

@@ -18,15 +18,22 @@ from tests.runtime.pipeline.unmodular import UNMODULAR
 VOCAB, WIDTH, SEQ, ROWS = 64, 16, 12, 8
 
 
-class TwiceUsed(nn.Module):
-    """One block is called twice, a parameter lies outside of modules, and the output is a dict."""
+class Encoder(nn.Module):
+    """An embedding, blocks and a head, for models that use them in ways of their own."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCAB, WIDTH)
         self.layers = nn.ModuleList(nn.TransformerEncoderLayer(WIDTH, 2, 32, 0.0, batch_first=True) for _ in range(4))
-        self.scale = nn.Parameter(torch.ones(WIDTH))
         self.head = nn.Linear(WIDTH, VOCAB)
+
+
+class TwiceUsed(Encoder):
+    """One block is called twice, a parameter lies outside of modules, and the output is a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
         hidden = self.embed(input_ids)
@@ -35,15 +42,13 @@ class TwiceUsed(nn.Module):
         return {"logits": self.head(hidden)}
 
 
-class Rooted(nn.Module):
+class Rooted(Encoder):
     """Parameters of its own before, between and behind its blocks, each used in code that several stages run."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.position = nn.Embedding(VOCAB, WIDTH), nn.Parameter(torch.randn(SEQ, WIDTH) / 10)
-        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(WIDTH, 2, 32, 0.0, batch_first=True) for _ in range(4))
+        self.position = nn.Parameter(torch.randn(SEQ, WIDTH) / 10)
         self.gains = nn.ParameterList(torch.rand(WIDTH) + 0.5 for _ in range(5))
-        self.head = nn.Linear(WIDTH, VOCAB)
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
         hidden = self.embed(input_ids) + self.position
@@ -64,14 +69,12 @@ class Adding(nn.Module):
         return hidden
 
 
-class InPlace(nn.Module):
+class InPlace(Encoder):
     """Blocks, and the model between them, that write to what they are given."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.position = nn.Embedding(VOCAB, WIDTH), nn.Embedding(SEQ, WIDTH)
-        self.layers = nn.ModuleList(Adding() for _ in range(4))
-        self.head = nn.Linear(WIDTH, VOCAB)
+        self.position, self.layers = nn.Embedding(SEQ, WIDTH), nn.ModuleList(Adding() for _ in range(4))
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
         hidden = self.embed(input_ids)
@@ -121,15 +124,13 @@ class Dropping(InPlace):
         return {"logits": self.head(nn.functional.interpolate(hidden.mT, SEQ).mT)}
 
 
-class Frozen(nn.Module):
+class Frozen(Encoder):
     """Two inputs, a frozen embedding, and a mask that skips stages."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed = nn.Embedding(VOCAB, WIDTH).requires_grad_(False)
+        self.embed.requires_grad_(False)
         self.gate = nn.Linear(WIDTH, 1)
-        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(WIDTH, 2, 32, 0.0, batch_first=True) for _ in range(4))
-        self.head = nn.Linear(WIDTH, VOCAB)
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
         hidden = self.embed(input_ids)

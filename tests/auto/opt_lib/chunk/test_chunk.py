@@ -14,12 +14,12 @@ from atorch import auto_accelerate
 from atorch.auto.opt_lib.chunk import Chunk, kept_by_products
 from atorch.cost import peak_memory, plain_cost
 from atorch.errors import OutOfBudgetError, StrategyError
-from tests.auto.opt_lib.sharing_job import Tokens, accelerated, deviation
+from tests.auto.opt_lib.sharing_job import TOKENS, accelerated, deviation
 from tests.auto.opt_lib.splitting import PROFILE, cluster, cost_of
 from tests.auto.training import assert_trains_like_plain
 from tests.contract.job import BATCH, arguments, make_model
 from tests.pool import Pool
-from tests.runtime.sharing import Residual
+from tests.zoo import Residual
 
 WHOLE = peak_memory(cost_of({"data": 2}, ("chunk", {"budget_bytes": 10**9})))
 STEPPED = WHOLE.optimizer + WHOLE.gradients
@@ -140,7 +140,7 @@ def on_device(rank: int, size: int, budget: int) -> tuple[int, int, int]:
     """Bytes of chunks on the device for good, and on the host; and of all parameters."""
     model = accelerated([("chunk", {"budget_bytes": budget})], "llama").model
     operations = next(model.parameters()).home.operations
-    model(Tokens().tokens[:4]).sum().backward()
+    model(TOKENS[:4]).sum().backward()
     assert operations.residency.pass_schedule.on_schedule
     chunks = operations.chunks
     return chunks.device_tier.used_bytes, chunks.host.used_bytes, sum(each.nbytes for each in model.parameters())
@@ -192,16 +192,14 @@ def test_activations_in_host_memory_are_none_of_the_budget() -> None:
     assert residency.peak_bytes <= 450_000
 
 
-STEPPING = ("chunk", {"budget_bytes": 10**6, "step_in_backward": True})
-
-
-SKIPPING = ("amp_native", {"dtype": "bf16", "skip_if_nonfinite": True})
-
-
-@pytest.mark.parametrize("other", [("micro_batch", {"count": 2}), ("half", "fp16"), SKIPPING])
+@pytest.mark.parametrize(
+    "other",
+    [("micro_batch", {"count": 2}), ("half", "fp16"), ("amp_native", {"dtype": "bf16", "skip_if_nonfinite": True})],
+)
 def test_steps_in_backward_go_with_nothing_that_changes_gradients_afterwards(other):
+    stepping = ("chunk", {"budget_bytes": 10**6, "step_in_backward": True})
     with pytest.raises(StrategyError, match="step_in_backward steps as gradients come, and"):
-        auto_accelerate(make_model(), load_strategy=[other, STEPPING], **arguments())
+        auto_accelerate(make_model(), load_strategy=[other, stepping], **arguments())
 
 
 def test_a_job_that_steps_in_backward_is_the_same_job():

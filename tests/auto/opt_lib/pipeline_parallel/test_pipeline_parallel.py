@@ -21,7 +21,7 @@ from atorch.errors import StrategyError
 from tests.auto.opt_lib.splitting import PROFILE, cluster, cost_of
 from tests.auto.planner import jobs
 from tests.runtime.pipeline.unmodular import Functional, Layers, Leaving
-from tests.runtime.sharing import Residual
+from tests.zoo import Residual
 
 AXES = {"pipeline": 4}
 

@@ -23,7 +23,6 @@ from atorch.runtime.chunk.transfer_schedule import (
     schedule,
     transfer_cost,
 )
-from benchmarks.traffic_bound import lower_bound
 
 
 @dataclass(frozen=True)
@@ -148,19 +147,6 @@ def test_whenever_anything_fits_a_device_can_follow_it_and_it_is_known_beforehan
 def test_fetches_least_where_chunks_are_equally_large(case):
     found = case.scheduled()
     assert (found.fetched_bytes if isinstance(found, TransferSchedule) else None) == case.least()
-
-
-@given(cases(most_chunks=12))
-def test_equally_large_chunks_meet_the_bound_at_byte_granularity(case):
-    """The bound is a programme over intervals, the corners of which are whole where all sizes are one."""
-    found = case.scheduled()
-    bound = lower_bound(case.moments, case.chunk_bytes, case.budget)
-    room = {(case.budget - moment.other_bytes) % case.chunk_bytes[0] for moment in case.moments}
-    assume(room <= {0})  # else the bound keeps parts of chunks
-    if isinstance(found, TransferSchedule):
-        assert found.fetched_bytes == pytest.approx(bound, abs=1e-6)
-    else:
-        assert bound == float("inf")
 
 
 @given(cases(ANY_SIZE))
