@@ -110,16 +110,18 @@ class _Visit:
         return output
 
     def _sent(self, number: int) -> Any:
-        @functools.cache
-        def sent(index: OutputIndex) -> Tensor:
-            value = CallOutput(number, index)
-            tensor = self.values.get(value)
-            if tensor is None:
-                tensor = self.shapes[number][index].stand_in(self.stage.device)
-            return self._own(value, tensor)
+        sent: dict[OutputIndex, Tensor] = {}  # one tensor where the call returns it in two places
 
-        returns = self.stage.route.calls[number].returns
-        return map_leaves(lambda leaf, place: sent(leaf) if isinstance(leaf, OutputIndex) else leaf, returns)
+        def fill(leaf: Any, place: str) -> Any:
+            if isinstance(leaf, OutputIndex) and leaf not in sent:
+                value = CallOutput(number, leaf)
+                tensor = self.values.get(value)
+                if tensor is None:
+                    tensor = self.shapes[number][leaf].stand_in(self.stage.device)
+                sent[leaf] = self._own(value, tensor)
+            return sent[leaf] if isinstance(leaf, OutputIndex) else leaf
+
+        return map_leaves(fill, self.stage.route.calls[number].returns)
 
     def _keep(self, number: int, output: Any) -> None:
         tensors = tensors_in(output)
