@@ -35,8 +35,8 @@ REPLICA_AXES = ("data", "zero", "sequence", "context")
 
 def arrange(cost: Cost, sizes: Mapping[str, int]) -> Cost:
     """Arrange ranks along `AXES` in their usual order; the axes of different samples divide the batch."""
-    cost = cost.but(axes={name: sizes[name] for name in AXES if sizes.get(name, 1) > 1})
-    return cost.but(batch_size=cost.batch_size / cost.size(*BATCH_AXES))
+    cost = cost.replace(axes={name: sizes[name] for name in AXES if sizes.get(name, 1) > 1})
+    return cost.replace(batch_size=cost.batch_size / cost.size(*BATCH_AXES))
 
 
 def split_tensor(cost: Cost, *, splits_norms: bool = False) -> Cost:
@@ -44,17 +44,17 @@ def split_tensor(cost: Cost, *, splits_norms: bool = False) -> Cost:
 
     Shoeybi et al. 2019, arXiv 1909.08053, section 3; Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.
     """
-    return cost.but(tensor=cost.size("tensor"), splits_norms=splits_norms and cost.size("tensor") > 1)
+    return cost.replace(tensor=cost.size("tensor"), splits_norms=splits_norms and cost.size("tensor") > 1)
 
 
 def split_sequence(cost: Cost) -> Cost:
     """Split tokens over the sequence axis, heads inside attention: Jacobs et al. 2023, arXiv 2309.14509, section 3."""
-    return cost.but(sequence=cost.size("sequence"))
+    return cost.replace(sequence=cost.size("sequence"))
 
 
 def split_context(cost: Cost) -> Cost:
     """Split tokens over the context axis, keys and values in a ring: Liu et al. 2023, arXiv 2310.01889, section 3."""
-    return cost.but(context=cost.size("context"))
+    return cost.replace(context=cost.size("context"))
 
 
 def whole_outside(cost: Cost) -> Cost:
@@ -63,19 +63,19 @@ def whole_outside(cost: Cost) -> Cost:
     They have all tokens, too, if the loss is not a cross entropy and so needs full logits, or with a pipeline.
     """
     has_losses = any(segment.num_losses for segment in cost.segments)
-    return cost.but(whole_outside=True, own_tokens=has_losses and cost.size("pipeline") == 1)
+    return cost.replace(whole_outside=True, own_tokens=has_losses and cost.size("pipeline") == 1)
 
 
 def split_pipeline(
     cost: Cost, *, schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = "1f1b", interleave: int = 1
 ) -> Cost:
     """Split blocks over the pipeline axis, with `interleave` pieces of the model on each rank."""
-    return cost.but(stages=cost.size("pipeline"), schedule=schedule, interleave=interleave)
+    return cost.replace(stages=cost.size("pipeline"), schedule=schedule, interleave=interleave)
 
 
 def accumulate(cost: Cost, num_micro_batches: float) -> Cost:
     """Divide a step into micro-batches whose gradients are summed."""
-    return cost.but(num_micro_batches=float(num_micro_batches))
+    return cost.replace(num_micro_batches=float(num_micro_batches))
 
 
 def replicate(
@@ -123,7 +123,7 @@ def shard_optimizer(
     elif gathers != "all_gather":
         calls, gathers = num_sliced_buckets(cost) if gathers == "sliced" else 1.0, "all_gather"
     return _send(
-        cost.but(optim_shards=cost.optim_shards / share),
+        cost.replace(optim_shards=cost.optim_shards / share),
         _reduction(cost, reduces, axes, itemsize, bucket_bytes, overlaps),
         Comm(gathers, over, stepped, count=calls, overlap=1.0 - 1.0 / calls if gathers_ahead else 0.0),
     )
@@ -165,7 +165,7 @@ def shard(
     reduced = reduced_itemsize * trainable
     out = 2.0 * gathered if copies == "both" else 0.0
     into = 0.0 if copies == "nothing" else reduced + itemsize * trainable
-    cost = cost.but(
+    cost = cost.replace(
         param_shards=cost.param_shards * shards,
         grad_shards=cost.grad_shards * (1.0 if once_a_step else shards),
         optim_shards=cost.optim_shards * shards,

@@ -148,7 +148,7 @@ class Cost:
     comm: tuple[Comm, ...] = ()
     extra_s: float = 0.0  # seconds that a method adds and no other field covers
 
-    def but(self, **changes: Any) -> Cost:
+    def replace(self, **changes: Any) -> Cost:
         """A copy with some fields changed: `dataclasses.replace`, in a tenth of its time."""
         if not changes.keys() <= Cost.__dataclass_fields__.keys():
             raise TypeError(f"Cost has no field {', '.join(changes.keys() - Cost.__dataclass_fields__.keys())}")
@@ -165,7 +165,7 @@ class Cost:
 
     def send(self, *comm: Comm) -> Cost:
         """A copy with more communication; calls over axes of size 1 are dropped."""
-        return self.but(comm=self.comm + tuple(c for c in comm if self.size(*c.axis) > 1))
+        return self.replace(comm=self.comm + tuple(c for c in comm if self.size(*c.axis) > 1))
 
     def local_params(self, segment: Segment) -> float:
         """Elements of one copy of a segment that a device holds before data-parallel sharding."""
@@ -291,7 +291,7 @@ def reduce_once(cost: Cost) -> Cost:
     if cost.num_micro_batches == 1 or not cost.gathered_itemsize or cost.grads_persist:
         return cost
     comm = (call if call.kind == "all_gather" else replace(call, each_micro_batch=False) for call in cost.comm)
-    return cost.but(grad_itemsize=cost.reduced_itemsize, grad_shards=1.0, whole_grads=True, comm=tuple(comm))
+    return cost.replace(grad_itemsize=cost.reduced_itemsize, grad_shards=1.0, whole_grads=True, comm=tuple(comm))
 
 
 def in_buckets(cost: Cost, replicas: int) -> Cost:
@@ -301,7 +301,7 @@ def in_buckets(cost: Cost, replicas: int) -> Cost:
     """
     if replicas == 1:
         return cost
-    cost = cost.but(grads_persist=True)
+    cost = cost.replace(grads_persist=True)
     if cost.stages == 1 or cost.main_grad_itemsize:
         return cost
-    return cost.but(bucket_itemsize=cost.bucket_itemsize + cost.grad_itemsize)
+    return cost.replace(bucket_itemsize=cost.bucket_itemsize + cost.grad_itemsize)

@@ -67,7 +67,7 @@ def test_running_out_of_memory_is_survived():
     @method("glutton", phase=Phase.STEP)
     class Glutton(Method):
         def cost(self, cost):
-            return cost.but(traffic_scale=0.0, ops_scale=0.0)
+            return cost.replace(traffic_scale=0.0, ops_scale=0.0)
 
         def apply(self, ctx):
             torch.empty(2 * torch.cuda.get_device_properties(0).total_memory, dtype=torch.uint8, device="cuda")

@@ -48,7 +48,7 @@ class AmpNative(Precision):
         """
         agreed = self.agree(cost) if self.dtype == "fp16" or self.skip_if_nonfinite else cost
         byte_factor, call_factor = (1.0, 1.0) if cost.in_autocast else (2 / 3, 5 / 4)
-        return agreed.but(
+        return agreed.replace(
             segments=cost.in_autocast or cost.segments,
             in_half=(),
             in_autocast=(),

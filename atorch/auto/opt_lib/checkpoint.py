@@ -81,7 +81,7 @@ class ActivationCheckpoint(Method):
         most = self.max_checkpoint_module_num
         share = 1.0 if most is None or not cost.num_blocks else min(1.0, most / cost.num_blocks)
         keeps: Literal["inputs", "results", "nothing"] = "nothing" if self.offload_to_cpu else "inputs"
-        return cost.but(recompute=share, recompute_keeps="results" if self.selective else keeps)
+        return cost.replace(recompute=share, recompute_keeps="results" if self.selective else keeps)
 
     @classmethod
     def choices(cls, profile: ModelProfile, cluster: ClusterSpec) -> Iterable[Self]:

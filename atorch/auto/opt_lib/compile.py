@@ -58,7 +58,7 @@ class Compile(Method):
         Factors of launches and activations are empirical, from PyTorch 2 on transformers; a dry run corrects them.
         """
         left, inside = _fused(cost.segments)
-        return cost.but(
+        return cost.replace(
             compiled=True,
             traffic_scale=cost.traffic_scale * left,
             ops_scale=cost.ops_scale * (1 - inside * 2 / 3),

@@ -63,7 +63,7 @@ class CrossEntropy(Method):
     def cost(self, cost: Cost) -> Cost:
         """Logits of one chunk at a time, none of them saved, and the head's gradient from the loss on."""
         tokens = cost.batch_size / cost.traced_batch
-        return cost.but(segments=tuple(self._of_chunks(segment, tokens) for segment in cost.segments))
+        return cost.replace(segments=tuple(self._of_chunks(segment, tokens) for segment in cost.segments))
 
     def _of_chunks(self, segment: Segment, share: float) -> Segment:
         product = _product(segment)

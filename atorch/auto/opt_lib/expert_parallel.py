@@ -56,7 +56,7 @@ class ExpertParallel(Method):
         return None
 
     def cost(self, cost: Cost) -> Cost:
-        return cost.but(expert=self.size, expert_skew=self.skew, sends_once=self.dispatcher == "deepep")
+        return cost.replace(expert=self.size, expert_skew=self.skew, sends_once=self.dispatcher == "deepep")
 
     @classmethod
     def choices(cls, profile: ModelProfile, cluster: ClusterSpec) -> Iterable[Self]:

@@ -100,7 +100,7 @@ class Fp8(Method):
         is_delayed = self.backend == "te" or self.backend == "auto" and bool(self._recipe().delayed())
         outside = self.include is None and not self.exclude
         gathers = self.scaling == "tensorwise" and not is_delayed and self.fsdp_float8_all_gather is not False
-        return cost.but(
+        return cost.replace(
             fp8="delayed" if is_delayed else self.scaling,
             fp8_outside=outside,
             fp8_sent="none" if not gathers else "all" if outside else "blocks",

@@ -42,7 +42,7 @@ class Half(Precision):
         """
         agreed = self.agree(cost) if self.dtype == "fp16" else cost
         byte_factor = 1.0 if cost.in_half else 0.5  # of a profile that was traced only in fp32
-        return agreed.but(
+        return agreed.replace(
             segments=cost.in_half or cost.segments,
             in_half=(),
             in_autocast=(),

@@ -96,11 +96,11 @@ class MicroBatch(Method):
         else:
             return cost
         count = float(math.ceil(cost.batch_size / rows))
-        cost = cost.but(num_micro_batches=count, batch_size=count * rows)
+        cost = cost.replace(num_micro_batches=count, batch_size=count * rows)
         in_buckets = cost.grads_persist and cost.grad_shards == 1 and not cost.gathered_itemsize
         if count > 1 and cost.stages == 1 and in_buckets and not cost.main_grad_itemsize:
             # Gradients accumulate outside of the buckets that ddp reduces, so both exist.
-            cost = cost.but(bucket_itemsize=cost.bucket_itemsize + cost.grad_itemsize)
+            cost = cost.replace(bucket_itemsize=cost.bucket_itemsize + cost.grad_itemsize)
         return cost if self.reduce == "each" else reduce_once(cost)
 
     @classmethod

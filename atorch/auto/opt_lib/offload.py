@@ -85,7 +85,7 @@ class Offload(Method):
         """Set the shares, from which transfers follow. Backward holds activations of two blocks: this and the next."""
         blocks = cost.num_blocks / cost.stages
         moved = _num_moved(self.activations, blocks) if blocks > 1 else 0.0
-        return cost.but(
+        return cost.replace(
             param_offload=self.parameters,
             optim_offload=self.optimizer,
             activation_offload=moved / blocks if moved else 0.0,

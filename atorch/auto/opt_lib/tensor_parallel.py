@@ -83,7 +83,7 @@ class TensorParallel(Method):
     def cost(self, cost: Cost) -> Cost:
         """Split the products, from which messages follow. Blocks get full embeddings."""
         split = split_tensor(cost, splits_norms=cost.splits_norms)
-        return split.but(whole_outside=True, gathers_logits=not self.loss_parallel)
+        return split.replace(whole_outside=True, gathers_logits=not self.loss_parallel)
 
     @classmethod
     def choices(cls, profile: ModelProfile, cluster: ClusterSpec) -> Iterable[Self]:

@@ -65,7 +65,7 @@ class Zero2(Fsdp):
         if self.backend == "fsdp":
             return super().cost(cost)
         cost = shard_optimizer(cost, gathers="broadcast" if self.backend == "fairscale" else "all_gather")
-        return cost.but(grad_shards=cost.grad_shards * cost.size(*REPLICA_AXES))
+        return cost.replace(grad_shards=cost.grad_shards * cost.size(*REPLICA_AXES))
 
     def check_optimizer(self, ctx: Context) -> None:
         if self.backend == "fsdp":

@@ -79,7 +79,7 @@ def assess(profile: ModelProfile, cluster: ClusterSpec, strategy: Strategy, requ
         StrategyError: a name in the request is unknown.
     """
     batch = profile.batch_size * cluster.world_size if request.global_batch is None else request.global_batch
-    start = plain_cost(profile, batch, cluster.device.memory_bytes).but(**request.trainer_traits.cost)
+    start = plain_cost(profile, batch, cluster.device.memory_bytes).replace(**request.trainer_traits.cost)
     times = StepTimes(cluster)
     limits = MemoryLimits(usable_bytes(cluster, request.reserve), usable_host_bytes(cluster, request.reserve))
     doubt = EstimateUncertainty(start, cluster, times)

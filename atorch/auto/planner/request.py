@@ -156,7 +156,7 @@ class PlanJob:
     cluster: ClusterSpec
     request: PlanRequest
 
-    def but(self, **knobs: Any) -> Self:
+    def with_request(self, **knobs: Any) -> Self:
         """The same job with other knobs."""
         return replace(self, request=replace(self.request, **knobs))
 

@@ -209,7 +209,9 @@ def test_shares_wait_on_the_host():
     assert held(optimizer=0.0, activations=1.0)[-1] == 7 * block  # the last keeps its own
 
     # With gradients of their own place, the last block's backward has as much of all else as that of the first.
-    cost = cost_of({}, ("offload", {"optimizer": 0.0, "activations": 1.0})).but(grads_persist=True, step_itemsize=0.0)
+    cost = cost_of({}, ("offload", {"optimizer": 0.0, "activations": 1.0})).replace(
+        grads_persist=True, step_itemsize=0.0
+    )
     block = 16 / 2 * 5000
     assert peak_memory(cost).activations == 16 / 2 * 800 + 2 * block
 

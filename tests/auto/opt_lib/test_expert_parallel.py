@@ -62,7 +62,7 @@ def test_a_given_size_is_kept():
     ],
 )
 def test_it_divides_experts_and_replicas(size, axes, splits_norms, told):
-    cost = plain_cost(PROFILE, 16).but(axes=axes, splits_norms=splits_norms)
+    cost = plain_cost(PROFILE, 16).replace(axes=axes, splits_norms=splits_norms)
     reason = ExpertParallel(size=size).unfit(cost)
     assert reason is None if told is None else told in reason
 

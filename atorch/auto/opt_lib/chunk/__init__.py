@@ -118,7 +118,7 @@ class Chunk(Method):
         )
         fraction = DEFAULT_FRACTION if self.budget_fraction is None else self.budget_fraction
         budget = fraction * cost.device_bytes if self.budget_bytes is None else float(self.budget_bytes)
-        return cost.but(
+        return cost.replace(
             budget_bytes=budget,
             optim_offload=0.0 if self.hybrid else 1.0,
             grads_persist=True,

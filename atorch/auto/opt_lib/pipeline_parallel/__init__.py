@@ -126,7 +126,7 @@ class PipelineParallel(Method):
         neighbours = min(2, cost.stages - 1) if keeps else 0
         kept = neighbours * self.pieces * cost.num_micro_batches * boundary_bytes(cost)
         kept *= 2.0 if self.schedule == "zero_bubble" else 1.0
-        cost = cost.but(bucket_bytes=cost.bucket_bytes + kept)
+        cost = cost.replace(bucket_bytes=cost.bucket_bytes + kept)
         return accumulate(cost, self.micro_batches or self._most_parts(cost))
 
     def _most_parts(self, cost: Cost) -> int:
@@ -259,11 +259,11 @@ def _within_memory(
 
 
 def _folded(ctx: Context, micro_batches: int, cost: Cost) -> Cost:
-    cost = cost.but(axes=dict(ctx.need_mesh().slices))
+    cost = cost.replace(axes=dict(ctx.need_mesh().slices))
     for applied in ctx.strategy:
         if applied.phase in _FOLDED:
             cost = applied.cost(cost)
-    return cost.but(num_micro_batches=float(micro_batches))
+    return cost.replace(num_micro_batches=float(micro_batches))
 
 
 def tied_calls(model: nn.Module, called: Sequence[str]) -> Iterator[tuple[int, int]]:

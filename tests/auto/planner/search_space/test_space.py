@@ -92,7 +92,7 @@ def test_what_is_excluded_included_or_fixed(start):
     profile = replace(start[0], module_classes=frozenset())  # without BatchNorm
     space = compositions(profile, cluster(), fixed=Strategy((MicroBatch(),)))
     assert {strategy.get(MicroBatch).size for strategy in strategies(space, start[1])} == {"auto", 2, 4}
-    short = start[1].but(device_bytes=peak_memory(start[1]).total)  # so that memory is worth time
+    short = start[1].replace(device_bytes=peak_memory(start[1]).total)  # so that memory is worth time
     assert {strategy.get(MicroBatch).size for strategy in strategies(space, short)} == {"auto", 1, 2, 4}
     fixed = Strategy((MicroBatch(size=4),))
     assert strategies(compositions(profile, cluster(), fixed=fixed), start[1]) == [fixed]
