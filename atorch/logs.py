@@ -41,7 +41,7 @@ def name_rank(rank: Callable[[], int | None]) -> None:
 
 
 @functools.cache
-def say_once(message: str, level: int = logging.INFO) -> None:
+def log_once(message: str, level: int = logging.INFO) -> None:
     """Log a message once per process."""
     logger.log(level, message)
 

@@ -30,7 +30,7 @@ from atorch.model.user_functions import LossFunc
 from atorch.runtime.chunk.parameter import ChunkedParameter
 from atorch.runtime.data.loader import Loader, shares_out
 from atorch.runtime.gradients.backward import OtherGradients
-from atorch.runtime.gradients.clip import ClipsItself, add_clipping, parts_of
+from atorch.runtime.gradients.clip import ClippingModel, add_clipping, parts_of
 from atorch.runtime.gradients.norm_guard import SCALED, guard_gradients
 from atorch.runtime.loss.reduction import LossWeight, Rule, tolerance_of
 from atorch.runtime.loss.rescaling import RankWeight, RankWeighted, num_counts
@@ -212,7 +212,7 @@ class Context:
             why = SCALED
         elif self.mesh is not None and self.mesh.size("pipeline") > 1:
             why = "is of one stage, and other processes have those of the other stages"
-        elif isinstance(built.model, ClipsItself):
+        elif isinstance(built.model, ClippingModel):
             why = "is on the process that steps it, which has no others"
         elif self.layout is not None:
             why = "is one of those that the processes of the axis tensor have parts of"

@@ -23,7 +23,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from atorch.distributed.collectives import all_or_none
 from atorch.errors import ArgumentError, StrategyError, shown
-from atorch.logs import say_once
+from atorch.logs import log_once
 from atorch.model.pytree import local_part
 from atorch.runtime.data_parallel.zero1 import ShardedOptimizer
 from atorch.runtime.fsdp.sharded_access import step_as_ordinary
@@ -239,13 +239,13 @@ class Fused(Optimizer):
         device, dtype = bucket.kind
         kernel = None
         if device != "cuda":
-            say_once(f"{name} steps by torch's operations on {device}; apex's kernel is for CUDA")
+            log_once(f"{name} steps by torch's operations on {device}; apex's kernel is for CUDA")
         elif dtype not in (torch.float32, torch.float16):
-            say_once(f"{name} steps {dtype} parameters by torch's operations; apex's kernel has none")
+            log_once(f"{name} steps {dtype} parameters by torch's operations; apex's kernel has none")
         elif any(self.spread.groups_of(parameter) for parameter in bucket.whose):
-            say_once(f"{name} steps by torch's operations where processes share parameters")
+            log_once(f"{name} steps by torch's operations where processes share parameters")
         elif (kernel := _apex(self._kernel)) is None:
-            say_once(
+            log_once(
                 f"{name} steps by torch's operations, which is right and slower than apex's kernel. "
                 "apex is not installed, or without its CUDA extensions (build NVIDIA's from its repository)",
                 logging.WARNING,

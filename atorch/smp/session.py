@@ -28,7 +28,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from atorch.distributed import world
-from atorch.distributed.barrier_diagnostics import NoAnswerError, listed
+from atorch.distributed.barrier_diagnostics import MissingRanksError, listed
 from atorch.distributed.collectives import call_on_all_ranks, from_rank_zero, is_distributed, own_rank, warn_after
 from atorch.distributed.fingerprints import described
 from atorch.distributed.mesh import Mesh
@@ -82,7 +82,7 @@ class Messages:
                     for work, _ in message.transfers:
                         work.wait()
             except RuntimeError as error:
-                raise NoAnswerError(f"{self._told(messages)} ({_first_line(error)})") from error
+                raise MissingRanksError(f"{self._told(messages)} ({_first_line(error)})") from error
 
     def receive(self, source: int) -> Any:
         """Receive the next object from the rank `source`.
@@ -103,7 +103,7 @@ class Messages:
                 content = torch.zeros(int(size), dtype=torch.uint8)
                 dist.recv(content, source, tag=TAG)
             except RuntimeError as error:
-                raise NoAnswerError(f"{waiting}, or has ended ({_first_line(error)})") from error
+                raise MissingRanksError(f"{waiting}, or has ended ({_first_line(error)})") from error
         _store().add(f"{self._place}/{source}/{own_rank()}", 1)
         return dist.distributed_c10d._tensor_to_object(content, int(size), dist.group.WORLD)
 

@@ -94,7 +94,7 @@ MODULE_STATE: Mapping[str, str] = {
     "atorch/distributed/mesh.py:_current": "the current mesh, a ContextVar: parallel_group(name) takes no mesh",
     "atorch/distributed/mesh.py:_last": "the same for autograd's own threads, which see no ContextVar",
     "atorch/distributed/rng.py:_numpy_once": "a memory of pure results: numpy takes 0.25 ms to tell its state",
-    "atorch/logs.py:say_once": "what was said once a process; a model has many equal modules",
+    "atorch/logs.py:log_once": "what was said once a process; a model has many equal modules",
     "atorch/smp/model_creation.py:_delaying": "the context of delay_param_initialization; each thread has its own",
     "atorch/smp/session.py:_sessions": "smp.rank() and its kin take no argument; what smp.init made, in every thread",
     "atorch/smp/tensor/__init__.py:_inside": "smp.tensor_parallelism() marks what others make inside; a ContextVar",

@@ -35,7 +35,7 @@ from atorch.runtime.chunk.operations import Operations
 from atorch.runtime.chunk.pass_schedule import AccessTrace
 from atorch.runtime.chunk.residency import Residency
 from atorch.runtime.chunk.schedule_cache import ScheduleCache
-from atorch.runtime.gradients.clip import ClipsItself
+from atorch.runtime.gradients.clip import ClippingModel
 from atorch.units import format_bytes
 
 
@@ -79,7 +79,7 @@ def _shared_settings(config: EngineConfig) -> Mapping[str, Facts]:
     return {"config": described("config", shared)}
 
 
-class PatrickStarEngine(ClipsItself, Wrapper):
+class PatrickStarEngine(ClippingModel, Wrapper):
     """A model in chunks; its names and state dicts are the model's own.
 
     Args:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from atorch.distributed.collectives import gather_objects
 from atorch.model.state import ParameterWrite
 from atorch.runtime.chunk.parameter import ChunkedParameter
-from atorch.runtime.gradients.clip import ClipsItself
+from atorch.runtime.gradients.clip import ClippingModel
 from atorch.runtime.gradients.norm_guard import unguard
 from atorch.runtime.tensor_parallel.model_layout import ModelLayout
 from atorch.runtime.tensor_parallel.state import whole_tensor
@@ -103,7 +103,7 @@ def farthest(
         noise: divisor of the error orthogonal to the sample, relative to the error along it. Rounding in many layers
             adds orthogonal errors; lost or doubly counted gradients add errors along it.
     """
-    parameters = {} if isinstance(model, ClipsItself) else dict(model.named_parameters())
+    parameters = {} if isinstance(model, ClippingModel) else dict(model.named_parameters())
     readers = {name: _reader(name, parameters[name], layout, group) for name in sample if name in parameters}
     without = [name for name, reader in readers.items() if reader is None]
     unread = {name for names in gather_objects(without) for name in names}

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from atorch.distributed.world import local_world_size
 from atorch.errors import ArgumentError
-from atorch.logs import say_once
+from atorch.logs import log_once
 from atorch.model.user_functions import MakeOptimizer
 from atorch.runtime.optimizer.shadow_parameters import ShadowOptimizer, unrounded
 from atorch.runtime.optimizer.user_optimizer import as_groups, materialized, tensor_of
@@ -42,7 +42,7 @@ def host_threads(device: torch.device) -> Iterator[None]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = max(1, cores // local_world_size())
     if threads > 1:
-        say_once(
+        log_once(
             f"the host steps with {threads} threads, its share of the cores; OMP_NUM_THREADS=1, as torchrun sets it, "
             "would leave one, and any other number is kept"
         )
