@@ -78,14 +78,14 @@ def stepping(
 
 def _set_spread(optimizer: Optimizer, spread: Spread) -> None:
     """Give the innermost optimizer, which may step masters, the spread of the model over processes."""
-    stand_ins: dict[Tensor, Tensor] = {}
+    shadows: dict[Tensor, Tensor] = {}
     while isinstance(optimizer, WrappedOptimizer):
         if isinstance(optimizer, MasterWeights):
-            stand_ins = optimizer.stand_ins
+            shadows = optimizer.shadows
         optimizer = optimizer.inner
     if isinstance(optimizer, Fused):
-        parts = {stand_ins.get(parameter, parameter): key for parameter, key in spread.parts.items()}
-        elsewhere = {stand_ins.get(parameter, parameter) for parameter in spread.counted_elsewhere}
+        parts = {shadows.get(parameter, parameter): key for parameter, key in spread.parts.items()}
+        elsewhere = {shadows.get(parameter, parameter) for parameter in spread.counted_elsewhere}
         optimizer.spread = Spread(spread.over, parts, elsewhere)
 
 

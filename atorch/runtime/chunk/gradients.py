@@ -67,12 +67,12 @@ class Rounds:
         """Begin a pass, in which the paths of processes differ if it `varies`."""
         self.are_held = varies and self.order is not None
 
-    def announce(self, step: CollectiveEvent, stand_in: IssueCollective = list) -> None:
+    def announce(self, step: CollectiveEvent, issue_zeros: IssueCollective = list) -> None:
         """Return when `step` is next on all processes (see `CollectiveOrder`); rounds need no such check."""
         if self.order is None or (self.are_held and not step.is_compared):
             return
         self.drain()
-        self.order.announce(step, stand_in)
+        self.order.announce(step, issue_zeros)
 
     def drain(self) -> None:
         """Return when all processes are at the end of the pass; take part in rounds until then."""

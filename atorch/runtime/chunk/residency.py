@@ -62,7 +62,7 @@ class Residency:
         self.fetched_bytes = self.peak_bytes = 0
         self.moved: Moved | None = None
         self._parameters, self._transfer, self._rounds = parameters, transfer, rounds or Rounds(chunks, None)
-        # The stand-ins that parameters show while their values are off the device.
+        # The placeholders that parameters show while their values are off the device.
         self._away = {name: parameter.data for name, parameter in parameters.items()}
         self._here: dict[int, Tensor] = {}  # buffers on the device by chunk, the least recently needed first
         self._made: dict[int, int] = {}  # by chunk, the count of the host's writes when it was fetched

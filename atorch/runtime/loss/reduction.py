@@ -297,7 +297,7 @@ class Gathered:
         self.loss: Any = None
 
     def __call__(self, number: int, output: Any) -> Tensor:
-        """A stand-in for the loss of micro-batch `number`."""
+        """A placeholder for the loss of micro-batch `number`."""
         tensors: list[Tensor] = []
         leaves: list[Tensor] = []
 

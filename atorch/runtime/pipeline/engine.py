@@ -22,10 +22,10 @@ from atorch.errors import StrategyError
 from atorch.model.state import preserved_state
 from atorch.runtime.data_parallel.gradient_sync import Reduction
 from atorch.runtime.loss.reduction import any_processes
+from atorch.runtime.pipeline.placeholders import TensorSpec, shape_of, sizes_of
 from atorch.runtime.pipeline.schedules import Pattern, StageReduction, TorchStage, make_schedule, places_of, whole_batch
 from atorch.runtime.pipeline.stage import ModelStage, ShapeOracle, stage_of
 from atorch.runtime.pipeline.stage_placement import PlacedSchedule
-from atorch.runtime.pipeline.stand_ins import TensorSpec, shape_of, sizes_of
 
 KEPT = 4
 """The number of cached schedules, each with the buffers of its micro-batches."""
@@ -211,7 +211,7 @@ class Engine:
         if place is None:
             return []
         stage, part = self.stages[place], self.parts[place]
-        wires = [table[value.call][value.number].stand_in(self.device).clone() for value in stage.incoming]
+        wires = [table[value.call][value.number].zeros(self.device).clone() for value in stage.incoming]
         with (
             torch.no_grad(),
             preserved_state(part),
@@ -265,5 +265,5 @@ class LocalStage(nn.Module):
         zero = sum((wire.sum() * 0 for wire in wires if wire.requires_grad), zero)
         if self.stage.is_last:
             return zero
-        zeros = [job.shapes[value.call][value.number].stand_in(self._engine.device) for value in self.stage.outgoing]
+        zeros = [job.shapes[value.call][value.number].zeros(self._engine.device) for value in self.stage.outgoing]
         return tuple(item + zero.to(item.dtype) if item.is_floating_point() else item.contiguous() for item in zeros)

@@ -37,8 +37,8 @@ from atorch.runtime.loss.reduction_probe import BatchAndOutput, Look
 from atorch.runtime.loss.rescaling import RankWeight, weighted
 from atorch.runtime.memory.deferred_output import Deferred, SeparateGradients, deposit_loss
 from atorch.runtime.pipeline.engine import Engine, StageCalls
+from atorch.runtime.pipeline.placeholders import TensorSpec, shape_of
 from atorch.runtime.pipeline.stage_placement import Ties
-from atorch.runtime.pipeline.stand_ins import TensorSpec, shape_of
 
 _Call = tuple[Any, tuple[Any, ...], dict[str, Any]]  # (batch, the model's positional and keyword arguments)
 

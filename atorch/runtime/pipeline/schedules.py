@@ -36,8 +36,8 @@ from torch.distributed.pipelining.schedules import _Action, _ComputationType, _P
 
 from atorch.errors import StrategyError
 from atorch.logs import logger
+from atorch.runtime.pipeline.placeholders import TensorSpec
 from atorch.runtime.pipeline.stage_placement import PlacedSchedule, turns
-from atorch.runtime.pipeline.stand_ins import TensorSpec
 
 Users = Mapping[Node, list[Node]]
 """For each node of an autograd graph, the nodes from which backward reaches it."""

@@ -24,9 +24,9 @@ from atorch.model.pytree import map_tensors
 from atorch.runtime.data_parallel.buckets import broadcast
 from atorch.runtime.pipeline.engine import Engine
 from atorch.runtime.pipeline.pipeline import from_place
+from atorch.runtime.pipeline.placeholders import sizes_of
 from atorch.runtime.pipeline.stage import stage_of
 from atorch.runtime.pipeline.stage_placement import PlacedSchedule, Ties, turns
-from atorch.runtime.pipeline.stand_ins import sizes_of
 from atorch.smp.model import DistributedModel
 from atorch.smp.session import Session, tracing
 from atorch.smp.steps.averaging import Averaging, ShardedPasses
@@ -316,6 +316,6 @@ class _Work:
             return anchor
         outputs = []
         for value in stage.outgoing:
-            empty = engine.job.shapes[value.call][value.number].stand_in(engine.device).clone()
+            empty = engine.job.shapes[value.call][value.number].zeros(engine.device).clone()
             outputs.append(empty + anchor.to(empty.dtype) if empty.is_floating_point() else empty)
         return tuple(outputs)

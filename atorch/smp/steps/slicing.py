@@ -19,7 +19,7 @@ from atorch.distributed.fingerprints import Fact, both_ways
 from atorch.errors import ArgumentError, near_miss
 from atorch.model.pytree import leaves_of, map_leaves, map_tensors, tensors_in
 from atorch.runtime.pipeline.pipeline import from_place
-from atorch.runtime.pipeline.stand_ins import sizes_of
+from atorch.runtime.pipeline.placeholders import sizes_of
 from atorch.smp.session import Session
 
 StepArguments = tuple[tuple[Any, ...], dict[str, Any]]

@@ -16,6 +16,7 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 from atorch.errors import StrategyError
 from atorch.report.schedule import expected_bubble, timeline
 from atorch.runtime.data_parallel.gradient_sync import Reduction
+from atorch.runtime.pipeline.placeholders import shape_of
 from atorch.runtime.pipeline.schedules import (
     PassKind,
     StagePass,
@@ -26,7 +27,6 @@ from atorch.runtime.pipeline.schedules import (
     stages_of,
 )
 from atorch.runtime.pipeline.stage_placement import PlacedSchedule, Turn, by_torch, turns
-from atorch.runtime.pipeline.stand_ins import shape_of
 from tests.pool import Pool
 
 

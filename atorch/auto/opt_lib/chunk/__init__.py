@@ -286,10 +286,10 @@ def _place_in_chunk(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     from torch import nn
 
     from atorch.model.meta_device import unfilled
-    from atorch.runtime.chunk.memory import stand_in
+    from atorch.runtime.chunk.memory import placeholder
 
     if isinstance(tensor, nn.Parameter):
-        return stand_in(tensor.shape, tensor.dtype, device)
+        return placeholder(tensor.shape, tensor.dtype, device)
     return unfilled(tensor, device)
 
 
