@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from atorch.auto.argument_names import meant, positioned
 from atorch.auto.opt_lib.shared.optimizer_compatibility import kernel_notes
 from atorch.auto.planner.request import PLAN_OPTIONS, PlanJob, PlanRequest
-from atorch.auto.simulated_candidates import Allowance, Doing, simulated
+from atorch.auto.simulated_candidates import Doing, SimulationLimits, simulated
 from atorch.auto.strategy import Strategy
 from atorch.cluster.spec import ClusterSpec
 from atorch.cost import ModelProfile
@@ -152,8 +152,8 @@ def plan_for(
 
     def verified(plan: ClusterPlan) -> ClusterPlan:
         if verify is None:
-            return _verified(plan, subject, VERIFIED, Allowance(until, FEW_BYTES), doing)
-        return _verified(plan, subject, verify, Allowance(real_bytes=_room()), doing)
+            return _verified(plan, subject, VERIFIED, SimulationLimits(until, FEW_BYTES), doing)
+        return _verified(plan, subject, verify, SimulationLimits(real_bytes=_room()), doing)
 
     plan = ask(request.reserve)
     plan = _fitting(plan, ask, verified) if verify != 0 else plan
@@ -206,7 +206,9 @@ def _room() -> float:
     return ROOM * float(psutil.virtual_memory().available)
 
 
-def _verified(plan: ClusterPlan, subject: Subject, count: int, allowance: Allowance, doing: Doing) -> ClusterPlan:
+def _verified(
+    plan: ClusterPlan, subject: Subject, count: int, allowance: SimulationLimits, doing: Doing
+) -> ClusterPlan:
     """The plan with the first `count` of its ranking simulated."""
     chosen = {ranked.strategy.methods: ranked.estimate for ranked in plan.ranking[:count]}
     candidates = [(Strategy(methods), estimate.peak_bytes) for methods, estimate in chosen.items()]

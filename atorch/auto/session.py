@@ -182,9 +182,9 @@ def _reference_step(ctx: Context, shares: int, verify: bool) -> ReferenceStep:
     can_step = None not in (ctx.make_optimizer, ctx.make_loader, ctx.loss_func)
     reference = ctx.plain_pass
     if reference is None and can_step:
-        from atorch.auto.planner.dry_runs.trial import Feed
+        from atorch.auto.planner.dry_runs.trial import BatchCache
 
-        reference = plain_pass(ctx, shares, lambda: Feed(ctx, num_batches=1).batches(0, 1)[0])
+        reference = plain_pass(ctx, shares, lambda: BatchCache(ctx, num_batches=1).batches(0, 1)[0])
     elif reference is None:
         reference = ReferenceStep(why_not="it takes optim_func, dataset and loss_func")
     if verify and reference.why_not is not None and can_step:
@@ -228,14 +228,14 @@ def with_sample(ctx: Context, strategy: Strategy) -> Context:
     needing = [method.name for method in strategy if method.needs_sample]
     if not needing or ctx.sample_batch is not None:
         return ctx
-    from atorch.auto.planner.dry_runs.trial import Feed
+    from atorch.auto.planner.dry_runs.trial import BatchCache
 
     def first() -> Any:
         if ctx.make_loader is None:
             raise ArgumentError(
                 f"{needing[0]} runs the model on a sample before it splits it; give a dataset, or a sample_batch"
             )
-        return Feed(ctx).batches(0, batch_place(strategy, ctx.device.type)[1])[0]
+        return BatchCache(ctx).batches(0, batch_place(strategy, ctx.device.type)[1])[0]
 
     return replace(ctx, sample_batch=from_rank_zero(all_or_none(first)))
 
@@ -313,7 +313,7 @@ def _loaded(source: Any, ctx: Context) -> Strategy:
 def _with_degrees(strategy: Strategy, ctx: Context) -> Strategy:
     """The strategy with the mesh that is estimated fastest, if it splits the model and gives no mesh."""
     from atorch.auto.planner import estimate
-    from atorch.auto.planner.dry_runs.trial import Feed
+    from atorch.auto.planner.dry_runs.trial import BatchCache
     from atorch.auto.planner.planner import starting_point
 
     if not estimate.lacks_degrees(strategy):
@@ -323,7 +323,7 @@ def _with_degrees(strategy: Strategy, ctx: Context) -> Strategy:
     def chosen() -> ParallelMode | None:
         if ctx.world.rank != 0:
             return None
-        return estimate.fastest_mesh(strategy, *starting_point(sampled, Feed(sampled)), ctx.cluster)
+        return estimate.fastest_mesh(strategy, *starting_point(sampled, BatchCache(sampled)), ctx.cluster)
 
     mode = from_rank_zero(all_or_none(chosen))
     assert mode is not None, "rank 0 chose one"

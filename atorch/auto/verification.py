@@ -31,8 +31,8 @@ from atorch.auto.context import AccelerateResult, Context
 from atorch.auto.reference_step import (
     BANDS,
     NOISE,
-    Figures,
     ReferenceStep,
+    StepMetrics,
     coarser,
     drawn,
     generate,
@@ -191,7 +191,11 @@ def _run_at_scale(
         norm = None  # scaled gradients overflowed
     parts = [{report.share: report.part for report in ranks} for ranks in passes]
     losses = [sum(by_share.values()) / len(by_share) for by_share in parts]
-    return Figures(sum(losses) / len(losses), norm, farthest=far, lost=lost, drawn=reports[0].drawn), plain, is_exact
+    return (
+        StepMetrics(sum(losses) / len(losses), norm, farthest=far, lost=lost, drawn=reports[0].drawn),
+        plain,
+        is_exact,
+    )
 
 
 class _Pass(NamedTuple):
@@ -202,7 +206,7 @@ class _Pass(NamedTuple):
     seconds: float
 
 
-_Compared = tuple[Figures, Figures, bool]
+_Compared = tuple[StepMetrics, StepMetrics, bool]
 """Figures of a pass, plain training's figures, and whether they may differ only by rounding."""
 
 
@@ -236,7 +240,7 @@ def _is_explained(applied: Context) -> bool:
 
 def _reference(
     applied: Context, expected: ReferenceStep, reports: Sequence[_Pass], is_whole: bool
-) -> tuple[Figures, bool]:
+) -> tuple[StepMetrics, bool]:
     """Plain training's figures for a pass, and whether they may differ only by rounding.
 
     is_whole: the pass depends only on the batch as a whole. Otherwise the figures are combined from the passes of the
@@ -307,7 +311,7 @@ def _share(applied: Context, expected: ReferenceStep) -> Any:
     return take(expected.batch, rank * rows // size, (rank + 1) * rows // size, rows)
 
 
-def _near(actual: Figures, plain: Figures, band: tuple[float, float, float]) -> bool:
+def _near(actual: StepMetrics, plain: StepMetrics, band: tuple[float, float, float]) -> bool:
     if actual.farthest[0] > band[2]:
         return False
     if not abs(actual.loss - plain.loss) <= band[0] * max(1.0, abs(plain.loss)):

@@ -29,15 +29,15 @@ from atorch.runtime.memory.recompute import turn_off_caches
 from atorch.runtime.pipeline.capture.stage_dataflow import Reads, Route, route_of
 from atorch.runtime.pipeline.engine import Engine
 from atorch.runtime.pipeline.stage import cut, holders
-from atorch.runtime.pipeline.stage_placement import PlacedSchedule, Ties, by_torch
+from atorch.runtime.pipeline.stage_placement import PlacedSchedule, SharedParameters, by_torch
 from atorch.smp.activation_checkpointing import record_places
 from atorch.smp.config import Config
 from atorch.smp.model import DistributedModel
 from atorch.smp.model_creation import delayed_values, fill
-from atorch.smp.partitioning import Division, auto_units, divided_by_cost, divided_by_hand, units_by_hand
+from atorch.smp.partitioning import PartitionChoice, auto_units, divided_by_cost, divided_by_hand, units_by_hand
 from atorch.smp.session import Session, session, tracing
 from atorch.smp.steps.averaging import Averaging, PartReduction, check_degrees, sharded
-from atorch.smp.steps.micro_batch_run import Body
+from atorch.smp.steps.micro_batch_run import MicroBatchRun
 from atorch.smp.steps.precision import half_of, halve, widen_output
 from atorch.smp.steps.runner import Runner
 from atorch.smp.steps.slicing import Slicing, StepArguments, outputs_of, starts_together, with_the_firsts_batch
@@ -176,7 +176,7 @@ def partition(owner: Session, model: DistributedModel, function: Function, sampl
         group = mesh.group("pipeline")
         schedule = by_torch(placed, config.microbatches)
         engine = Engine(parts, schedule, group, owner.device, reductions=reductions)
-        ties = Ties(shared, parts, group, division.places)
+        ties = SharedParameters(shared, parts, group, division.places)
     runner = Runner(model, owner, parts, placed, engine, ties, averaging, passes, faults, blank, seed)
     model.become(runner, division, split)
     if owner.mesh.size("pipeline") > 1:
@@ -216,11 +216,11 @@ def _averaging(owner: Session, model: DistributedModel, parts: tuple[nn.Module, 
 
 def _divided(
     owner: Session, model: DistributedModel, function: Function, sample: StepArguments
-) -> tuple[Mapping[str, nn.Module], Route, Division]:
+) -> tuple[Mapping[str, nn.Module], Route, PartitionChoice]:
     config, whole = owner.config, model.module
     count = config.pipeline_parallel_degree
     if count == 1:
-        return {}, Route((), frozenset(), frozenset(), frozenset()), Division({}, (0,), (0,), {})
+        return {}, Route((), frozenset(), frozenset(), frozenset()), PartitionChoice({}, (0,), (0,), {})
     units = auto_units(whole, count) if config.auto_partition else units_by_hand(whole, config.default_partition)
     call, route = _watched(model, units, function, sample)
     if not config.auto_partition:
@@ -229,7 +229,7 @@ def _divided(
     return units, route, divided_by_cost(route, units, whole, call, device, config, model.options)
 
 
-def _call_facts(config: Config, divided: tuple[Mapping[str, nn.Module], Route, Division]) -> Mapping[str, Facts]:
+def _call_facts(config: Config, divided: tuple[Mapping[str, nn.Module], Route, PartitionChoice]) -> Mapping[str, Facts]:
     """Facts that must be equal on all processes: the calls of units and, if set by hand, their partitions."""
     _, route, division = divided
     where = {} if config.auto_partition else division.partition_of
@@ -255,7 +255,7 @@ def _watched(
 
     route = route_of(whole, units, call, run)
     zeros = map_tensors(lambda leaf: torch.zeros(leaf.shape, dtype=leaf.dtype), outputs[-1])
-    after = Body(function, _on_model_device(whole, sample), 0, _Giving(zeros), {})
+    after = MicroBatchRun(function, _on_model_device(whole, sample), 0, _Giving(zeros), {})
     reads = Reads(whole)
     try:
         with reads:
@@ -269,7 +269,7 @@ def _watched(
 
 def _call(model: DistributedModel, function: Function, sample: StepArguments) -> StepArguments:
     """The arguments with which the function calls the model."""
-    body = Body(function, _on_model_device(model.module, sample), 0, None, {})
+    body = MicroBatchRun(function, _on_model_device(model.module, sample), 0, None, {})
     _trace(model, body)
     if body.call is None:
         raise ArgumentError("the function of smp.step ended without calling the model; let it call it once")
@@ -285,7 +285,7 @@ def _on_model_device(whole: nn.Module, sample: StepArguments) -> StepArguments:
     return moved
 
 
-def _trace(model: DistributedModel, body: Body) -> None:
+def _trace(model: DistributedModel, body: MicroBatchRun) -> None:
     with torch.no_grad(), preserved_state(model.module), model.serving(body), tracing():
         body.run()
 

@@ -19,7 +19,7 @@ from atorch.auto import reference_step
 from atorch.auto.context import Context
 from atorch.auto.job import make_context
 from atorch.auto.opt_lib.shared.defaults import complete
-from atorch.auto.planner.dry_runs.trial import Feed
+from atorch.auto.planner.dry_runs.trial import BatchCache
 from atorch.auto.planner.planner import dry_run
 from atorch.auto.strategy import METHODS, Method, Phase, Strategy, method
 from atorch.distributed import world as worlds
@@ -451,7 +451,7 @@ def test_what_evaluation_loses_is_said(caplog: pytest.LogCaptureFixture) -> None
 def test_a_search_drops_what_cannot_generate(rank: int, size: int) -> None:
     given = {"optim_args": {"lr": 0.1}, "dataloader_args": {"batch_size": ROWS}, **generating()}
     ctx = make_context(Generating(), torch.optim.SGD, **given, world=worlds.init("cpu"), cluster=cluster(size))
-    ctx = replace(ctx, plain_pass=reference_step.plain_pass(ctx, size, lambda: Feed(ctx).batches(0, 1)[0]))
+    ctx = replace(ctx, plain_pass=reference_step.plain_pass(ctx, size, lambda: BatchCache(ctx).batches(0, 1)[0]))
     told = r"model.generate\(\) fails: RuntimeError: cannot generate \(on rank 1\)"
     with registered(break_generate if rank else lambda ctx: None) as broken, pytest.raises(StrategyError, match=told):
         dry_run(ctx, complete(Strategy.of([broken]), size))

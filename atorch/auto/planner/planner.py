@@ -23,10 +23,10 @@ from atorch.auto.planner.dry_runs.dry_run_loop import DryRunLoop, SearchJob
 from atorch.auto.planner.dry_runs.fault_barrier import Coordinator, forget_compiled, quick_collections
 from atorch.auto.planner.dry_runs.step_timing import DryRuns, Failure, measure
 from atorch.auto.planner.dry_runs.time_budget import DEFAULT_STEPS, Calibration, Past, Starts, TimeBudget, job_of
-from atorch.auto.planner.dry_runs.trial import Feed, aside
+from atorch.auto.planner.dry_runs.trial import BatchCache, aside
 from atorch.auto.planner.estimate import usable_bytes
 from atorch.auto.planner.plan import Baseline, Measurement, Plan, Scored, json_data
-from atorch.auto.planner.ranking import Ranking, RankingSummary, Wanted, best_level, gain_of_half, methods_of
+from atorch.auto.planner.ranking import Ranking, RankingSummary, SearchLimits, best_level, gain_of_half, methods_of
 from atorch.auto.reference_step import ReferenceStep, plain_pass
 from atorch.auto.strategy import EXACTNESS, METHODS, Exactness, Strategy
 from atorch.cluster.spec import ClusterSpec
@@ -82,14 +82,14 @@ def search(
             "seconds, for another limit",
             format_seconds(clock.whole), DEFAULT_STEPS,
         )  # fmt: skip
-    wanted = Wanted(excluded=excluded, included=included, fixed=fixed, precision=precision)
+    wanted = SearchLimits(excluded=excluded, included=included, fixed=fixed, precision=precision)
     shown: AbstractContextManager[Show | None] = nullcontext(progress)
     if progress is None and ctx.world.rank == 0:
         with preserved_rng():  # importing rich draws a number
             from atorch.report.text import search_progress
         shown = search_progress(verbose=verbose)
     with preserved_rng(), quick_collections(), shown as show:
-        feed = Feed(ctx)
+        feed = BatchCache(ctx)
         coordinator = Coordinator(ctx.world)
         try:
             # Only numbers are broadcast, no strategies: a user's method may be of a class that cannot be pickled.
@@ -100,7 +100,7 @@ def search(
             ranking = _ranked(coordinator, profile, start, cluster, wanted)
             _need_one_that_fits(ranking, ctx, profile, wanted)
             if verify or ctx.world.size > 1:
-                first = Feed(ctx, num_batches=1)
+                first = BatchCache(ctx, num_batches=1)
                 expected = plain_pass(ctx, ctx.world.size, lambda: first.batches(0, 1)[0])
                 unheld = ReferenceStep(why_not="verify=False was given", communicates=expected.communicates)
                 ctx = replace(ctx, plain_pass=expected if verify else unheld)
@@ -128,7 +128,7 @@ def search(
 
 
 def _ranked(
-    coordinator: Coordinator, profile: ModelProfile, start: Cost, cluster: ClusterSpec, wanted: Wanted
+    coordinator: Coordinator, profile: ModelProfile, start: Cost, cluster: ClusterSpec, wanted: SearchLimits
 ) -> Ranking:
     """The compositions that fit, computed on rank 0 and broadcast."""
     rankings: list[Ranking] = []
@@ -162,7 +162,7 @@ def dry_run(ctx: Context, strategy: Strategy) -> Measurement:
     """
     with preserved_rng(), quick_collections():
         coordinator = Coordinator(ctx.world)
-        feed = Feed(ctx)
+        feed = BatchCache(ctx)
         ctx = replace(ctx, sample_batch=coordinator.run_on_rank0(lambda: sample_of(ctx, feed)))
         with aside(ctx) as copied:
             trial = DryRuns(copied, coordinator, feed).trial(strategy, math.inf)
@@ -177,7 +177,7 @@ def dry_run(ctx: Context, strategy: Strategy) -> Measurement:
     return outcome
 
 
-def starting_point(ctx: Context, feed: Feed) -> tuple[ModelProfile, Cost]:
+def starting_point(ctx: Context, feed: BatchCache) -> tuple[ModelProfile, Cost]:
     """The model's profile, and the cost of plain training on the global batch."""
     size = ctx.world.size
     batch = sample_of(ctx, feed)
@@ -196,12 +196,12 @@ def starting_point(ctx: Context, feed: Feed) -> tuple[ModelProfile, Cost]:
     return profile, plain_cost(profile, batch_size(batch) * size, ctx.cluster.device.memory_bytes)
 
 
-def sample_of(ctx: Context, feed: Feed) -> Any:
+def sample_of(ctx: Context, feed: BatchCache) -> Any:
     """The batch for observing the model: the user's `sample_batch`, or rank 0's first."""
     return feed.batches(0, ctx.world.size)[0] if ctx.sample_batch is None else ctx.sample_batch
 
 
-def _need_one_that_fits(ranking: Ranking, ctx: Context, profile: ModelProfile, wanted: Wanted) -> None:
+def _need_one_that_fits(ranking: Ranking, ctx: Context, profile: ModelProfile, wanted: SearchLimits) -> None:
     if ranking.fitting:
         return
     rejected = [json_data(entry) for entry in ranking.rejected]
@@ -219,7 +219,7 @@ def _need_one_that_fits(ranking: Ranking, ctx: Context, profile: ModelProfile, w
     )
 
 
-def _remedy(wanted: Wanted, *more: str) -> str:
+def _remedy(wanted: SearchLimits, *more: str) -> str:
     excluded, included = list(wanted.excluded or ()), list(wanted.included or ())
     ways = [*more]
     ways += [f"allow some of what is excluded ({', '.join(excluded)})"] if excluded else []
@@ -234,7 +234,7 @@ def _remedy(wanted: Wanted, *more: str) -> str:
 def _plan(
     ranking: Ranking,
     explorer: DryRunLoop,
-    wanted: Wanted,
+    wanted: SearchLimits,
     seconds: float,
     expected: ReferenceStep | None,
     more: Callable[[Scored], Iterator[str]],
@@ -280,7 +280,7 @@ def _plan(
     )
 
 
-def _notes(explorer: DryRunLoop, chosen: int, wanted: Wanted) -> Iterator[str]:
+def _notes(explorer: DryRunLoop, chosen: int, wanted: SearchLimits) -> Iterator[str]:
     job = explorer.job
     if chosen not in explorer.measured:
         expected, low, high = (format_seconds(explorer.step_s(chosen, deviations)) for deviations in (0.0, -1.28, 1.28))

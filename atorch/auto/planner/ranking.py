@@ -46,7 +46,7 @@ class Ranking:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wanted:
+class SearchLimits:
     """The user's limits on the space of a search: see `space.compositions`.
 
     precision: the lowest precision; None for autocast, and for lower ones only if nothing else fits.
@@ -68,7 +68,7 @@ class Wanted:
         )
 
 
-def best_level(profile: ModelProfile, start: Cost, cluster: ClusterSpec, wanted: Wanted) -> Ranking:
+def best_level(profile: ModelProfile, start: Cost, cluster: ClusterSpec, wanted: SearchLimits) -> Ranking:
     """The ranking for the most exact numbers in which anything fits, or for the most exact of all if nothing does."""
     first: Ranking | None = None
     for level in wanted.levels:
@@ -80,7 +80,9 @@ def best_level(profile: ModelProfile, start: Cost, cluster: ClusterSpec, wanted:
     return first
 
 
-def ranked(profile: ModelProfile, start: Cost, cluster: ClusterSpec, wanted: Wanted, precision: Exactness) -> Ranking:
+def ranked(
+    profile: ModelProfile, start: Cost, cluster: ClusterSpec, wanted: SearchLimits, precision: Exactness
+) -> Ranking:
     """The ranking of all compositions, or of the most promising in a large space."""
     space = wanted.space(profile, cluster, precision)
     limit, candidates = usable_bytes(cluster), _scored(space, start, cluster)
@@ -158,7 +160,7 @@ def _extras(strategy: Strategy) -> list[Method]:
 
 
 def gain_of_half(
-    taken: Scored, profile: ModelProfile, start: Cost, cluster: ClusterSpec, wanted: Wanted
+    taken: Scored, profile: ModelProfile, start: Cost, cluster: ClusterSpec, wanted: SearchLimits
 ) -> Iterator[str]:
     """A note on the gain of 16-bit weights over a choice that trains under autocast, unless it is a tie."""
     named = {METHODS[name].exactness for name in (*(wanted.excluded or ()), *(wanted.included or ()))}

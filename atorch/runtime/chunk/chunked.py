@@ -23,8 +23,8 @@ from atorch.distributed.host_memory import missing_bytes, need_host_memory
 from atorch.errors import OutOfBudgetError
 from atorch.logs import logger
 from atorch.model.wrapper import override
-from atorch.runtime.chunk.gradients import GradientSink, Rounds, SharedGradients
-from atorch.runtime.chunk.layout import ChunkLayout, ChunkSpec, Filling, Item, pack, search
+from atorch.runtime.chunk.gradients import GatherRounds, GradientSink, SharedGradients
+from atorch.runtime.chunk.layout import ChunkAssignment, ChunkLayout, ChunkSpec, Item, pack, search
 from atorch.runtime.chunk.memory import ChunkSet
 from atorch.runtime.chunk.operations import Operations
 from atorch.runtime.chunk.parameter import CompiledModules, outermost
@@ -115,7 +115,7 @@ def chunk(
     )
     names = [name for _, name in traced.gradients]
     copies = transfer or transfer_for(device)
-    rounds = Rounds(chunks, CollectiveOrder.of([group, replicas], device.type))
+    rounds = GatherRounds(chunks, CollectiveOrder.of([group, replicas], device.type))
     shared = None if group is None else SharedGradients(chunks, copies, names, replicas, rounds)
     gradients = shared or GradientSink(chunks, copies)
     residency = Residency(chunks, managed, budget_bytes, plan.first, copies, plan.staying, plan.beside_bytes, rounds)
@@ -181,15 +181,15 @@ class ChunkPlanner:
         # A model whose chunks may be pinned has several.
         most = None if self.state_bytes is None else sum(item.numel for item in items) // PINNED_PARTS
 
-        def sizes(filling: Filling) -> list[int]:
+        def sizes(filling: ChunkAssignment) -> list[int]:
             return [numel * itemsizes[first] for numel, first in zip(filling.numels, filling.firsts, strict=True)]
 
-        def cost(filling: Filling) -> float | None:
+        def cost(filling: ChunkAssignment) -> float | None:
             num_bytes = sizes(filling)
             runs = uses.runs(filling.chunk_of, num_bytes, self.shards)
             return transfer_cost(runs, num_bytes, self.budget_bytes, TRANSFER_BYTES, prefetch=self.prefetch)
 
-        def least(filling: Filling) -> float:
+        def least(filling: ChunkAssignment) -> float:
             """Lower bound: every used chunk is fetched once."""
             num_bytes = sizes(filling)
             used: set[int] = set(filling.chunk_of[uses.used].tolist())

@@ -44,7 +44,7 @@ from atorch.runtime.data_parallel.collective_order import (
 MEETS = CollectiveEvent("is within a pass", is_compared=True)
 
 
-class Rounds:
+class GatherRounds:
     """Keeps processes that share chunks in step, by rounds if their paths differ.
 
     All processes that share a chunk take part in gathering it. Where values decide which modules run (mixtures of
@@ -180,7 +180,7 @@ class SharedGradients(GradientSink):
         transfer: Transfer,
         gradient_order: Sequence[str],
         replicas: dist.ProcessGroup | None,
-        rounds: Rounds,
+        rounds: GatherRounds,
     ) -> None:
         super().__init__(chunks, transfer)
         self._replicas, self._rounds = replicas, rounds

@@ -21,7 +21,7 @@ from torch.utils.weak import TensorWeakRef
 
 from atorch.distributed.collectives import all_gather_single
 from atorch.errors import ArgumentError
-from atorch.runtime.chunk.gradients import GradientSink, Rounds
+from atorch.runtime.chunk.gradients import GatherRounds, GradientSink
 from atorch.runtime.chunk.memory import ChunkMemory, ChunkSet
 from atorch.runtime.chunk.parameter import (
     ChunkedParameter,
@@ -72,7 +72,7 @@ class Operations(Owner):
         residency: Residency,
         schedule_of: Callable[[AccessTrace], PassSchedule],
         compiled: CompiledModules,
-        rounds: Rounds,
+        rounds: GatherRounds,
     ) -> None:
         super().__init__(compiled)
         self.chunks, self.residency, self.schedule_of = chunks, residency, schedule_of

@@ -23,7 +23,14 @@ from atorch.model.state import preserved_state
 from atorch.runtime.data_parallel.gradient_sync import Reduction
 from atorch.runtime.loss.reduction import any_processes
 from atorch.runtime.pipeline.placeholders import TensorSpec, shape_of, sizes_of
-from atorch.runtime.pipeline.schedules import Pattern, StageReduction, TorchStage, make_schedule, places_of, whole_batch
+from atorch.runtime.pipeline.schedules import (
+    ScheduleTemplate,
+    StageReduction,
+    TorchStage,
+    make_schedule,
+    places_of,
+    whole_batch,
+)
 from atorch.runtime.pipeline.stage import ModelStage, ShapeOracle, stage_of
 from atorch.runtime.pipeline.stage_placement import PlacedSchedule
 
@@ -114,7 +121,7 @@ class Engine:
         # With sharded parameters, all ranks of a shard group must run the same passes.
         self._looks_with = replicas if any(reduction.is_sharded for reduction in self.reductions) else None
         self.pieces = [LocalStage(part, self) for part in parts]
-        self._patterns: dict[tuple[str | PlacedSchedule, int, bool], Pattern] = {}
+        self._patterns: dict[tuple[str | PlacedSchedule, int, bool], ScheduleTemplate] = {}
         self._schedules: dict[Any, Any] = {}
         self._seen: dict[Any, list[Sequence[TensorSpec]]] = {}  # sizes of a call's arguments → shapes of its results
         self.job: _Job | None = None
@@ -175,7 +182,7 @@ class Engine:
         key = name, micro_batches, train
         if key not in self._patterns:
             stages = self._torch_stages(name, shapes)
-            self._patterns[key] = Pattern(make_schedule(name, stages, micro_batches, train=train), stages)
+            self._patterns[key] = ScheduleTemplate(make_schedule(name, stages, micro_batches, train=train), stages)
         return self._patterns[key].on(self._torch_stages(name, shapes))
 
     def _torch_stages(self, name: str | PlacedSchedule, shapes: Sequence[Sequence[TensorSpec]]) -> list[TorchStage]:

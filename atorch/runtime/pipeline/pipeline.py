@@ -38,7 +38,7 @@ from atorch.runtime.loss.rescaling import RankWeight, weighted
 from atorch.runtime.memory.deferred_output import Deferred, SeparateGradients, deposit_loss
 from atorch.runtime.pipeline.engine import Engine, StageCalls
 from atorch.runtime.pipeline.placeholders import TensorSpec, shape_of
-from atorch.runtime.pipeline.stage_placement import Ties
+from atorch.runtime.pipeline.stage_placement import SharedParameters
 
 _Call = tuple[Any, tuple[Any, ...], dict[str, Any]]  # (batch, the model's positional and keyword arguments)
 
@@ -46,7 +46,7 @@ _Call = tuple[Any, tuple[Any, ...], dict[str, Any]]  # (batch, the model's posit
 class Pipeline(Wrapper):
     """The stages of this process, called as the whole model is. Parameters keep their names in the whole model."""
 
-    def __init__(self, engine: Engine, ties: Ties, names: Sequence[str]) -> None:
+    def __init__(self, engine: Engine, ties: SharedParameters, names: Sequence[str]) -> None:
         super().__init__()
         self.engine, self.ties = engine, ties
         self.state_names = tuple(names)  # of the whole model's state, in its order

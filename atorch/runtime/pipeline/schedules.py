@@ -247,7 +247,7 @@ class _PlacedSchedule(_PipelineScheduleRuntime):
 
 
 @dataclass(frozen=True)
-class Pattern:
+class ScheduleTemplate:
     """A template schedule, never run itself, and its stages: the schedules that run are copies, on other stages.
 
     The order of passes depends only on the numbers of stages and micro-batches, and torch may take seconds to compute

@@ -26,11 +26,11 @@ from atorch.runtime.pipeline.engine import Engine
 from atorch.runtime.pipeline.pipeline import from_place
 from atorch.runtime.pipeline.placeholders import sizes_of
 from atorch.runtime.pipeline.stage import stage_of
-from atorch.runtime.pipeline.stage_placement import PlacedSchedule, Ties, turns
+from atorch.runtime.pipeline.stage_placement import PlacedSchedule, SharedParameters, turns
 from atorch.smp.model import DistributedModel
 from atorch.smp.session import Session, tracing
 from atorch.smp.steps.averaging import Averaging, ShardedPasses
-from atorch.smp.steps.micro_batch_run import Body, Owners
+from atorch.smp.steps.micro_batch_run import MicroBatchRun, Owners
 from atorch.smp.steps.slicing import Start, StepArguments, beginnings, has_begun_none
 
 LOOKS = 3
@@ -56,7 +56,7 @@ class Runner:
     parts: tuple[nn.Module, ...]
     placed: PlacedSchedule
     engine: Engine | None
-    ties: Ties | None
+    ties: SharedParameters | None
     averaging: Averaging | None
     passes: ShardedPasses | None
     faults: list[Exception]
@@ -277,13 +277,13 @@ class _Work:
                         self.went_back = True
                         losses.pop(number).backward()
 
-    def _body(self, number: int, part: nn.Module) -> Body:
-        body = Body(self._function, self.pieces[number], number, part, self._owners)
+    def _body(self, number: int, part: nn.Module) -> MicroBatchRun:
+        body = MicroBatchRun(self._function, self.pieces[number], number, part, self._owners)
         with self._runner.model.serving(body):
             body.run(self._runner.seed_of(number))
         return body
 
-    def _concluded(self, body: Body) -> Tensor:
+    def _concluded(self, body: MicroBatchRun) -> Tensor:
         """The scaled loss of a micro-batch whose function has ended."""
         body.allow_backward()
         if body.has_backward and not torch.is_grad_enabled():

@@ -40,7 +40,7 @@ NUM_BATCHES = 8
 
 
 def candidate(ctx: Context, *, in_parts: bool = False) -> Context:
-    """`ctx` on a copy of its model. Batches come from a Feed, so that building it involves no other process.
+    """`ctx` on a copy of its model. Batches come from a BatchCache, so that building it involves no other process.
 
     Tensors on the training device are copied at once: multi-tensor kernels of optimizers write through raw pointers,
     which a lazy clone does not notice. Tensors elsewhere are moved there, which copies them. Those on the meta device
@@ -91,7 +91,7 @@ def _on_copy(ctx: Context, convert: Callable[[torch.Tensor], torch.Tensor]) -> C
 
 
 @dataclass
-class Feed:
+class BatchCache:
     """The first batches of the user's own loader, read once for each rank and number of ranks."""
 
     ctx: Context
@@ -156,7 +156,7 @@ class Trial:
         ctx: Context,
         strategy: Strategy,
         coordinator: Coordinator,
-        feed: Feed,
+        feed: BatchCache,
         timeout_s: float,
         *,
         limit_s: float = math.inf,

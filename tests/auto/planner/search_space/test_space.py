@@ -15,10 +15,10 @@ from atorch.auto.opt_lib.ddp import Ddp
 from atorch.auto.opt_lib.micro_batch import MicroBatch
 from atorch.auto.opt_lib.parallel_mode import ParallelMode
 from atorch.auto.opt_lib.shared.defaults import disagreement
-from atorch.auto.planner.dry_runs.trial import Feed
+from atorch.auto.planner.dry_runs.trial import BatchCache
 from atorch.auto.planner.estimate import estimate_of
 from atorch.auto.planner.planner import starting_point
-from atorch.auto.planner.ranking import Wanted, ranked
+from atorch.auto.planner.ranking import SearchLimits, ranked
 from atorch.auto.planner.request import less_exact as less_exact_names
 from atorch.auto.planner.space import compositions, plannable
 from atorch.auto.strategy import EXACTNESS, METHODS, Strategy
@@ -37,7 +37,7 @@ from tests.language_models import gpt2
 @pytest.fixture(scope="module")
 def start():
     ctx = context()
-    return starting_point(ctx, Feed(ctx))
+    return starting_point(ctx, BatchCache(ctx))
 
 
 def strategies(space, cost):
@@ -202,7 +202,7 @@ def test_what_may_be_tried_is_not_refused_before_it_runs(make):
         make(), torch.optim.AdamW, Tokens(64), lambda batch, output: output.loss, model_input_format="unpack_dict",
         dataloader_args={"batch_size": 64}, world=world, cluster=machine,
     )  # fmt: skip
-    profile, _ = starting_point(job, Feed(job))
+    profile, _ = starting_point(job, BatchCache(job))
     drawn = Drawn(profile, machine, 64, compositions(profile, machine))
     found = {Strategy(each.methods) for each in strategies_of(random.Random(0), drawn, 250)}
     assert {"compile", "pipeline_parallel", "checkpoint"} <= {name for each in found for name in each.names()}
@@ -222,7 +222,7 @@ def test_the_fold_is_each_strategy_by_itself(start):
     assert space.follow((Ddp(),), cost) is None, "without a mesh"
 
     ctx = context(net(layers=16))
-    profile, cost = starting_point(ctx, Feed(ctx))
+    profile, cost = starting_point(ctx, BatchCache(ctx))
     space = compositions(profile, cluster(2), excluded=["half", "amp_native", "compile"])
     peaks = {
         str(Strategy(leaf.methods[1:])): estimate_of(leaf.cost, cluster(2)).peak_bytes
@@ -234,7 +234,7 @@ def test_the_fold_is_each_strategy_by_itself(start):
 
 
 def score(profile, cost, machine=None):
-    return ranked(profile, cost, machine or cluster(2), Wanted(), EXACTNESS[-1])
+    return ranked(profile, cost, machine or cluster(2), SearchLimits(), EXACTNESS[-1])
 
 
 def test_ranking_is_by_estimates_that_add_up(start):
