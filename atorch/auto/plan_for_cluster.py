@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
-from atorch.auto.argument_names import meant, positioned
+from atorch.auto.argument_names import argument_remedy, name_positional
 from atorch.auto.opt_lib.shared.optimizer_compatibility import kernel_notes
 from atorch.auto.planner.request import PLAN_OPTIONS, PlanJob, PlanRequest
 from atorch.auto.simulated_candidates import Doing, SimulationLimits, simulated
@@ -63,11 +63,11 @@ def plan_elsewhere(model: Any, positional: Sequence[Any], cluster: Any, keywords
     from atorch.auto.solve import solved
     from atorch.auto.sources import JobSource
 
-    wanted = {**keywords, **positioned(positional, ("sample_batch",), keywords)}
+    wanted = {**keywords, **name_positional(positional, ("sample_batch",), keywords)}
     sample_batch = wanted.pop("sample_batch", None)
     for name in wanted:
         if name not in ("solve", *PLAN_OPTIONS, *_JOB):
-            remedy = meant(name, ("solve", *PLAN_OPTIONS, *_JOB, "sample_batch"))
+            remedy = argument_remedy(name, ("solve", *PLAN_OPTIONS, *_JOB, "sample_batch"))
             raise ArgumentError(f"plan for a cluster has no argument {name!r}; {remedy}")
     spec = cluster_of(cluster)
     what = wanted.pop("solve", None)

@@ -35,7 +35,7 @@ from atorch.model.pytree import same_values
 from atorch.model.state import Attributes, ParameterWrite, children_in_eval, evaluating, restored_state
 from atorch.model.user_functions import value_of
 from atorch.runtime.data.batches import joined, num_rows, take
-from atorch.runtime.gradients.backward import muted
+from atorch.runtime.gradients.backward import without_user_hooks
 from atorch.runtime.gradients.clip import Spread
 from atorch.runtime.gradients.gradient_check import GradientSample, sample_of
 from atorch.units import format_bytes
@@ -287,8 +287,8 @@ def _run_plainly(
         return tensor.detach()  # an operation that saves its own output would hold itself forever
 
     mode = children_in_eval(model) if in_evaluation_mode else nullcontext()
-    preserved, is_muted = ctx.other_modules.at_first(), muted(model.parameters())
-    with preserved, restored_state(model, ctx.device) as writes, mode, seeded(), torch.enable_grad(), is_muted:
+    preserved, no_user_hooks = ctx.other_modules.at_first(), without_user_hooks(model.parameters())
+    with preserved, restored_state(model, ctx.device) as writes, mode, seeded(), torch.enable_grad(), no_user_hooks:
         attributes = Attributes(model)
         before, buffers = drawn(ctx.device), [buffer.clone() for buffer in model.buffers()]
         with within():

@@ -27,11 +27,11 @@ from atorch.auto.verification import as_strategy_errors, cannot_evaluate, check
 from atorch.cluster.spec import ClusterSpec
 from atorch.distributed import world as worlds
 from atorch.distributed.collectives import all_or_none, call_on_all_ranks, from_rank_zero, require_equal, synchronise
-from atorch.distributed.fingerprints import described_optimizer
+from atorch.distributed.fingerprints import facts_of_optimizer
 from atorch.distributed.mesh import AXES, BATCH_AXES, current, set_current
 from atorch.errors import ArgumentError, AtorchError, NoFeasiblePlanError, StrategyError
-from atorch.logs import logger, speaking
-from atorch.model.copy_isolation import separate
+from atorch.logs import logger, verbose_logging
+from atorch.model.copy_isolation import make_writable
 from atorch.model.deferred_init import InitialValues
 from atorch.model.meta_device import has_meta, need_values
 from atorch.runtime.chunk.parameter import ChunkedParameter
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 def run(call: Request) -> tuple[bool, AccelerateResult | None, Strategy | None]:
     """Do the work of `auto_accelerate`: prepare, choose, and `accelerate` with the choice; then save it."""
     began, options = time.monotonic(), call.options
-    with speaking(options.verbose and worlds.init().rank == 0):
+    with verbose_logging(options.verbose and worlds.init().rank == 0):
         ctx, requested = _prepare(call)
         try:
             with ctx.other_modules.at_first():
@@ -168,7 +168,7 @@ def _checked(ctx: Context, strategy: Strategy) -> Context:
     strategy.check_optimizer(ctx)
     ctx = with_sample(ctx, strategy)
     tensors = [*ctx.root.parameters(), *ctx.root.buffers()]
-    separate(tensors)
+    make_writable(tensors)
     if ctx.world.size > 1:
         synchronise(tensors)
     return ctx
@@ -199,7 +199,7 @@ def _build(applied: Context, waits_for_values: bool, cuts: bool) -> AccelerateRe
     log_kernel(result.optim)
     if not cuts:  # optimizers of pipeline stages have different parameters
         call_on_all_ranks(
-            "optim_func", dict, lambda: result.optim, lambda made: {"optimizer": described_optimizer(made)}
+            "optim_func", dict, lambda: result.optim, lambda made: {"optimizer": facts_of_optimizer(made)}
         )
     return result
 

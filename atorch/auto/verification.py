@@ -47,7 +47,7 @@ from atorch.errors import AtorchError, StrategyError
 from atorch.model.state import Attributes, children_in_eval, evaluating, preserved_state
 from atorch.model.user_functions import value_of
 from atorch.runtime.data.batches import num_rows, take
-from atorch.runtime.gradients.backward import muted
+from atorch.runtime.gradients.backward import without_user_hooks
 from atorch.runtime.gradients.clip import clip_grad_norm
 from atorch.runtime.gradients.gradient_check import farthest, not_as_written
 from atorch.runtime.memory.deferred_output import Deferred
@@ -168,7 +168,7 @@ def _run_at_scale(
     eagerly = torch.compiler.set_stance("force_eager") if in_evaluation_mode else nullcontext()
     mode = children_in_eval(model) if in_evaluation_mode else nullcontext()
     group = None if applied.layout is None else mesh.group("tensor")
-    with torch.enable_grad(), eagerly, mode, muted(model.parameters(), expected.hooks):
+    with torch.enable_grad(), eagerly, mode, without_user_hooks(model.parameters(), expected.hooks):
         _clear(result)
         reports, lost = _pass(applied, result, expected, group)
         passes = [reports]

@@ -35,7 +35,7 @@ from atorch.checkpoint.shard_file import (
     write_shard,
 )
 from atorch.distributed.collectives import all_or_none, call_on_all_ranks, gather_objects, is_distributed
-from atorch.distributed.fingerprints import described
+from atorch.distributed.fingerprints import facts_of
 from atorch.distributed.world import TIMEOUT
 from atorch.errors import CheckpointError, shown
 from atorch.files import FileKind
@@ -102,7 +102,7 @@ def save(
         return everything, listed, plain_json, rank_json
 
     given = {"step": step, "folder": os.fspath(folder), "keep_last": keep_last, "keep_every": keep_every}
-    facts = {name: described(name, value) for name, value in given.items()}
+    facts = {name: facts_of(name, value) for name, value in given.items()}
     try:
         local, own, plain_json, rank_json = call_on_all_ranks("save", lambda: facts, checked)
         ranks = gather_objects((own, rank_json, made))

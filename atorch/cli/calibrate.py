@@ -65,15 +65,15 @@ def _fit(path: Path, named: str | None, output: Path) -> None:
 
     from atorch.auto.plan_for_cluster import cluster_of
     from atorch.profiler.curve_fit import calibrated
-    from atorch.report.text import table, telling
+    from atorch.report.text import status_line, table
 
     if named is None:
         raise ArgumentError("--runs needs the cluster that they ran on; give --cluster, such as 8xH100-80GB")
     check_target(output)
     spec = cluster_of(named)
-    with telling("reading the runs"):
+    with status_line("reading the runs"):
         runs = read_runs(path, spec)
-    with telling("fitting"):
+    with status_line("fitting"):
         fitted = calibrated(spec, runs)
     fitted.cluster.save(output)
     console = Console(highlight=False)

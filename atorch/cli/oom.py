@@ -88,10 +88,10 @@ def explain_oom(
 
 
 def _found(source: str) -> Sequence[Mapping[str, Any]]:
-    from atorch.report.text import telling
+    from atorch.report.text import status_line
 
     data = sys.stdin.buffer.read(LOG.max_bytes) if source == "-" else read_bytes(source, LOG)
-    with telling(f"reading {source}"):
+    with status_line(f"reading {source}"):
         if data[:1] == b"\x80":  # no character of UTF-8 begins so, and every pickle of torch's does
             return [read_snapshot(data)]
         found = read_log(data.decode(errors="replace"))

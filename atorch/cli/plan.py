@@ -132,7 +132,7 @@ def plan(
     from atorch.auto.planner.request import PlanRequest
     from atorch.auto.solve import solved
     from atorch.cluster.prices import load_prices
-    from atorch.report.text import telling
+    from atorch.report.text import status_line
 
     gc.freeze()
     gc.enable()
@@ -175,7 +175,7 @@ def plan(
             plan = solved(solve, trained, spec, seq, request, _report_size)
         else:
             asked = replace(request, verify=0 if several else verify)  # side by side, simulations are not shown
-            plan = plan_for(read(seq, spec), spec, doing=telling, request=asked)
+            plan = plan_for(read(seq, spec), spec, doing=status_line, request=asked)
         priced = plan.priced(offers) if is_priced else plan
         return priced.until(run) if run else priced
 
@@ -252,10 +252,10 @@ def _reader(source: JobSource, *, once: bool) -> Read:
 
 def _read(source: JobSource, seq: int | None, cluster: ClusterSpec) -> Subject:
     """Read the model, and write its size and the time that it took to standard error."""
-    from atorch.report.text import telling
+    from atorch.report.text import status_line
 
     began = time.monotonic()
-    with telling(f"reading {source.title}"):
+    with status_line(f"reading {source.title}"):
         subject = source.subject(seq, cluster)
     count, ctx = format_count(subject.profile.num_params), subject.ctx
     kind = f", {type(ctx.root).__name__}" if ctx else ""

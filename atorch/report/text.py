@@ -203,7 +203,7 @@ AGAIN_S = 10.0  # between lines about work that continues, where there is no ter
 
 
 @contextmanager
-def telling(what: str, after_s: float = MOMENT_S) -> Iterator[None]:
+def status_line(what: str, after_s: float = MOMENT_S) -> Iterator[None]:
     """Report on standard error what is being done, and for how long, if it takes more than a moment.
 
     On a terminal, a line changes and disappears in the end; elsewhere, a line is added every ten seconds.

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from atorch.errors import ArgumentError, check_bools, shown
-from atorch.logs import logger, speaking
+from atorch.logs import logger, verbose_logging
 from atorch.runtime.data_parallel.buckets import gathered
 from atorch.runtime.optimizer.held_tensors import held_tensors
 from atorch.runtime.pipeline.stage import STAGE
@@ -80,7 +80,7 @@ class DistributedModel(LocalParts):
             "smp.DistributedModel",
         )  # fmt: skip
         if trace_device == "gpu" and not torch.cuda.is_available():
-            with speaking(True):
+            with verbose_logging(True):
                 logger.info('trace_device is "gpu", and there is none here: the model is traced on the CPU')
         self.module = module
         self.division: PartitionChoice | None = None

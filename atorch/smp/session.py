@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_map_only
 from atorch.distributed import world
 from atorch.distributed.barrier_diagnostics import MissingRanksError, listed
 from atorch.distributed.collectives import call_on_all_ranks, from_rank_zero, is_distributed, own_rank, warn_after
-from atorch.distributed.fingerprints import described
+from atorch.distributed.fingerprints import facts_of
 from atorch.distributed.mesh import Mesh
 from atorch.distributed.world import World
 from atorch.errors import ArgumentError
@@ -218,7 +218,7 @@ def init(config: Config | Mapping[str, Any] | str | os.PathLike[str] | None = No
         return parsed, Mesh(slices(parsed, here.size), None, here.device.type, here.timeout)
 
     chosen, mesh = call_on_all_ranks(
-        "smp.init", dict, read, lambda made: {"config": described("config", made[0].model_dump())}
+        "smp.init", dict, read, lambda made: {"config": facts_of("config", made[0].model_dump())}
     )
     session = Session(chosen, mesh, here, name=from_rank_zero(secrets.token_hex(8)))
     for axes in AXES_OF.values():  # a collective: all processes create them in one order

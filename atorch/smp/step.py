@@ -18,9 +18,9 @@ from torch import nn
 from atorch.cluster.spec import ClusterSpec
 from atorch.distributed import world
 from atorch.distributed.collectives import all_or_none, call_on_all_ranks, from_rank_zero
-from atorch.distributed.fingerprints import Fact, Facts, described_call, described_optimizer
+from atorch.distributed.fingerprints import Fact, Facts, facts_of_call, facts_of_optimizer
 from atorch.errors import ArgumentError, AtorchError, check_bools, shown
-from atorch.logs import logger, speaking
+from atorch.logs import logger, verbose_logging
 from atorch.model.copy import duplicate
 from atorch.model.pytree import map_tensors
 from atorch.model.state import preserved_state
@@ -134,11 +134,11 @@ def partition(owner: Session, model: DistributedModel, function: Function, sampl
     """
     mesh, config, whole = owner.mesh, owner.config, model.module
 
-    def described() -> Mapping[str, Facts]:
-        facts = dict(described_call(whole, **vars(model.options)))
-        return facts | ({} if owner.optimizer is None else {"optimizer": described_optimizer(owner.optimizer)})
+    def model_facts() -> Mapping[str, Facts]:
+        facts = dict(facts_of_call(whole, **vars(model.options)))
+        return facts | ({} if owner.optimizer is None else {"optimizer": facts_of_optimizer(owner.optimizer)})
 
-    call_on_all_ranks("smp.DistributedModel", described, lambda: None)
+    call_on_all_ranks("smp.DistributedModel", model_facts, lambda: None)
     check_degrees(config)
     seed = from_rank_zero(torch.initial_seed())
     turn_off_caches(whole)
@@ -180,7 +180,7 @@ def partition(owner: Session, model: DistributedModel, function: Function, sampl
     runner = Runner(model, owner, parts, placed, engine, ties, averaging, passes, faults, blank, seed)
     model.become(runner, division, split)
     if owner.mesh.size("pipeline") > 1:
-        with speaking(True):
+        with verbose_logging(True):
             logger.info("the model was partitioned:\n%s", division)
     if owner.optimizer is not None:
         owner.optimizer.follow(model, unrounded)

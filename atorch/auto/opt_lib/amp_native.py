@@ -32,7 +32,7 @@ class AmpNative(Precision):
     skip_if_nonfinite: bool = False
     """bf16: skip steps whose gradients are not finite, as fp16 always does."""
 
-    exactness = "autocast"
+    precision_level = "autocast"
 
     @property
     def numbers(self) -> str:

@@ -76,7 +76,7 @@ class Fp8(Method):
     def _recipe(self) -> Fp8Recipe:
         return Fp8Recipe(**{field.name: getattr(self, field.name) for field in fields(Fp8Recipe)})
 
-    exactness = "fp8"
+    precision_level = "fp8"
 
     @property
     def numbers(self) -> str:

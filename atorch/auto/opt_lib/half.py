@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class Half(Precision):
     """Cast model and inputs to fp16 or bf16."""
 
-    exactness = "half"
+    precision_level = "half"
 
     @property
     def numbers(self) -> str:

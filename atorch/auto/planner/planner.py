@@ -23,12 +23,12 @@ from atorch.auto.planner.dry_runs.dry_run_loop import DryRunLoop, SearchJob
 from atorch.auto.planner.dry_runs.fault_barrier import Coordinator, forget_compiled, quick_collections
 from atorch.auto.planner.dry_runs.step_timing import DryRuns, Failure, measure
 from atorch.auto.planner.dry_runs.time_budget import DEFAULT_STEPS, Calibration, Past, Starts, TimeBudget, job_of
-from atorch.auto.planner.dry_runs.trial import BatchCache, aside
+from atorch.auto.planner.dry_runs.trial import BatchCache, parked_on_host
 from atorch.auto.planner.estimate import usable_bytes
 from atorch.auto.planner.plan import Baseline, Measurement, Plan, Scored, json_data
 from atorch.auto.planner.ranking import Ranking, RankingSummary, SearchLimits, best_level, gain_of_half, methods_of
 from atorch.auto.reference_step import ReferenceStep, plain_pass
-from atorch.auto.strategy import EXACTNESS, METHODS, Exactness, Strategy
+from atorch.auto.strategy import METHODS, PRECISION_LEVELS, PrecisionLevel, Strategy
 from atorch.cluster.spec import ClusterSpec
 from atorch.cost import Cost, ModelProfile, plain_cost
 from atorch.distributed.collectives import from_rank_zero
@@ -49,7 +49,7 @@ def search(
     excluded: Iterable[str] | None = None,
     included: Iterable[str] | None = None,
     fixed: Strategy | None = None,
-    precision: Exactness | None = None,
+    precision: PrecisionLevel | None = None,
     time_limit: float | None = None,
     verbose: bool = False,
     progress: Show | None = None,
@@ -107,7 +107,7 @@ def search(
             past = Past(
                 job_of(start), coordinator.run_on_rank0(lambda: () if calibration is None else calibration.read())
             )
-            with aside(ctx) as copied:
+            with parked_on_host(ctx) as copied:
                 job = SearchJob(
                     cluster=cluster, coordinator=coordinator, candidates=ranking.fitting, clock=clock,
                     epoch=lambda: feed.epoch, given=fixed, past=past,
@@ -164,7 +164,7 @@ def dry_run(ctx: Context, strategy: Strategy) -> Measurement:
         coordinator = Coordinator(ctx.world)
         feed = BatchCache(ctx)
         ctx = replace(ctx, sample_batch=coordinator.run_on_rank0(lambda: sample_of(ctx, feed)))
-        with aside(ctx) as copied:
+        with parked_on_host(ctx) as copied:
             trial = DryRuns(copied, coordinator, feed).trial(strategy, math.inf)
             try:
                 outcome = measure(trial, math.inf, None)
@@ -226,7 +226,7 @@ def _remedy(wanted: SearchLimits, *more: str) -> str:
     ways += [f"leave out some of what is included ({', '.join(included)})"] if included else []
     if wanted.fixed is not None:
         ways.append(f"search other methods than {', '.join(wanted.fixed.names()) or 'none'}, without finetune_strategy")
-    if wanted.precision not in (None, EXACTNESS[-1]):
+    if wanted.precision not in (None, PRECISION_LEVELS[-1]):
         ways.append(f"allow less exact numbers than precision={wanted.precision!r}")
     return "; or ".join(ways).capitalize()
 
@@ -291,11 +291,13 @@ def _notes(explorer: DryRunLoop, chosen: int, wanted: SearchLimits) -> Iterator[
         logger.warning("%s is unmeasured: a step is expected to take %s", job.candidates[chosen].strategy, expected)
     if job.clock.limit is None:
         yield f"no time_limit was given; the search had {format_seconds(job.clock.whole)}"
-    level = max((EXACTNESS.index(method.exactness) for method in job.candidates[chosen].strategy), default=0)
-    if wanted.precision is None and wanted.fixed is None and level > EXACTNESS.index("autocast"):
-        included = {name for name in wanted.included or () if METHODS[name].exactness == EXACTNESS[level]}
+    level = max(
+        (PRECISION_LEVELS.index(method.precision_level) for method in job.candidates[chosen].strategy), default=0
+    )
+    if wanted.precision is None and wanted.fixed is None and level > PRECISION_LEVELS.index("autocast"):
+        included = {name for name in wanted.included or () if METHODS[name].precision_level == PRECISION_LEVELS[level]}
         if not included:
-            yield f"nothing more exact than {EXACTNESS[level]} fits in memory"
+            yield f"nothing more exact than {PRECISION_LEVELS[level]} fits in memory"
 
 
 def _nothing_ran(ranking: Ranking, explorer: DryRunLoop) -> NoFeasiblePlanError:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from atorch.distributed.collectives import call_on_all_ranks, checked_barrier
-from atorch.distributed.fingerprints import Facts, described
+from atorch.distributed.fingerprints import Facts, facts_of
 from atorch.distributed.host_memory import missing_bytes, need_host_memory
 from atorch.errors import OutOfBudgetError
 from atorch.logs import logger
@@ -300,7 +300,7 @@ def _host_bytes(chunk: ChunkSpec, state_bytes: float, in_place: bool) -> float:
 
 
 def _facts(arguments: Mapping[str, Any]) -> Facts:
-    return {place: fact for name, value in arguments.items() for place, fact in described(name, value).items()}
+    return {place: fact for name, value in arguments.items() for place, fact in facts_of(name, value).items()}
 
 
 def _pinned_state_bytes(chunk: ChunkSpec, state_bytes: float, shards: int) -> int:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from atorch.distributed.collectives import all_reduce_max, first_not_none, host_comm_device
-from atorch.distributed.fingerprints import both_ways
+from atorch.distributed.fingerprints import hash_pair
 from atorch.errors import ArgumentError, AtorchError, OutOfBudgetError
 from atorch.logs import logger
 from atorch.runtime.chunk.pass_schedule import AccessTrace, PassSchedule
@@ -115,7 +115,7 @@ class ScheduleCache:
         if fault is not None:
             return self._numel, attempt if isinstance(attempt, AtorchError) else ArgumentError(fault[1])
         assert not isinstance(attempt, AtorchError), "no process has a fault"
-        ways = both_ways([sorted(access.parameters) for access in attempt.accesses])
+        ways = hash_pair([sorted(access.parameters) for access in attempt.accesses])
         most, one, other = all_reduce_max([self._numel, *ways], self._group)
         varies = self._for_real or one != -other
         own_trace = attempt._replace(varies=varies) if self._numel == most else None

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from atorch.distributed.collectives import all_or_none, call_on_all_ranks, checked_barrier
-from atorch.distributed.fingerprints import Facts, described_optimizer, described_parameters
+from atorch.distributed.fingerprints import Facts, facts_of_optimizer, facts_of_parameters
 from atorch.errors import ArgumentError, CheckpointError
 from atorch.model.user_functions import MakeOptimizer
 from atorch.runtime.data_parallel.buckets import (
@@ -82,7 +82,7 @@ class ShardedOptimizer(ShadowOptimizer):
         WrappedOptimizer.__init__(self, inner)
 
     def _facts(self, inner: Optimizer) -> Mapping[str, Facts]:
-        settings, params = described_optimizer(inner), described_parameters(self._params, "the optimizer")
+        settings, params = facts_of_optimizer(inner), facts_of_parameters(self._params, "the optimizer")
         return {"settings": settings, "parameters": params}
 
     def _inner_of(self, groups: list[Any], make_optimizer: MakeOptimizer, group: dist.ProcessGroup) -> Optimizer:

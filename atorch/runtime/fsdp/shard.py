@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from atorch.distributed.collectives import call_on_all_ranks
-from atorch.distributed.fingerprints import Facts, described_call
+from atorch.distributed.fingerprints import Facts, facts_of_call
 from atorch.errors import ArgumentError
 from atorch.logs import logger
 from atorch.model.deferred_init import InitialValues, give_values
@@ -168,7 +168,7 @@ def _check_together(
     ignored = [name for name, parameter in module.named_parameters() if parameter in whole]
 
     def facts() -> Mapping[str, Facts]:
-        return described_call(module, groups=names, ignored=ignored, **options)
+        return facts_of_call(module, groups=names, ignored=ignored, **options)
 
     def check() -> None:
         _refuse_hooks((name, param) for name, param in module.named_parameters() if param not in whole)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from atorch.distributed.collectives import all_or_none, all_reduce_max, first_not_none
-from atorch.distributed.fingerprints import both_ways
+from atorch.distributed.fingerprints import hash_pair
 from atorch.errors import ArgumentError, StrategyError
 from atorch.logs import logger
 from atorch.model.pytree import map_tensors
@@ -150,7 +150,7 @@ class Runner:
 
     def _compare(self, pieces: Sequence[StepArguments], group: dist.ProcessGroup) -> None:
         """Warn if processes of a pipeline have different batches: inputs and labels would not match."""
-        high, low = all_reduce_max(both_ways(beginnings(pieces)), group)
+        high, low = all_reduce_max(hash_pair(beginnings(pieces)), group)
         if high != -low:
             logger.warning(
                 "processes of one pipeline were given different batches: inputs are taken of the first one's, and what "

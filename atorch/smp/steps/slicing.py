@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from atorch.distributed.collectives import all_reduce_max, call_on_all_ranks, gather_objects
-from atorch.distributed.fingerprints import Fact, both_ways
+from atorch.distributed.fingerprints import Fact, hash_pair
 from atorch.errors import ArgumentError, near_miss
 from atorch.model.pytree import leaves_of, map_leaves, map_tensors, tensors_in
 from atorch.runtime.pipeline.pipeline import from_place
@@ -227,7 +227,7 @@ def starts_together(owner: Session, cut: Callable[[], Sequence[StepArguments]], 
     kind = (name, count, torch.is_grad_enabled(), training, _plain(pieces[0]))
     if owner.mesh.size("pipeline") == 1:
         return Start(pieces, kind, True)
-    high, low = all_reduce_max(both_ways((sizes_of(pieces[0]), kind)), owner.mesh.group("pipeline"))
+    high, low = all_reduce_max(hash_pair((sizes_of(pieces[0]), kind)), owner.mesh.group("pipeline"))
     return Start(pieces, kind, high == -low)  # maximum = minimum: all are equal
 
 
@@ -240,7 +240,7 @@ def with_the_firsts_batch(owner: Session, start: Start) -> Start:
     local = [tensors_in(piece) for piece in start.pieces]
     is_first = owner.mesh.rank("pipeline") == 0
     has_some = any(tensor.numel() for piece in local for tensor in piece)
-    unfit, high, low = all_reduce_max([int(is_first != has_some), *both_ways([len(piece) for piece in local])], group)
+    unfit, high, low = all_reduce_max([int(is_first != has_some), *hash_pair([len(piece) for piece in local])], group)
     if unfit or high != -low:
         return start
     received = iter(tensors_in(from_place(local, 0, group, owner.device)))

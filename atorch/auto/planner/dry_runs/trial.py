@@ -28,7 +28,7 @@ from atorch.distributed.mesh import BATCH_AXES
 from atorch.distributed.rng import preserved_rng
 from atorch.errors import ArgumentError, StrategyError
 from atorch.model.copy import copy_with, typical_values
-from atorch.model.copy_isolation import OwnMemory, emptied, separate
+from atorch.model.copy_isolation import OwnMemory, make_writable, released
 from atorch.model.deferred_init import HeldValues, refuse_meta_attributes
 from atorch.model.meta_device import has_meta
 from atorch.model.pytree import local_part
@@ -65,19 +65,19 @@ def candidate(ctx: Context, *, in_parts: bool = False) -> Context:
         except ArgumentError:  # it also holds a parameter in another place, which `build` would not fill
             return candidate(ctx)
         made = replace(made, initial=values)
-    separate([*made.root.parameters(), *made.root.buffers()])
+    make_writable([*made.root.parameters(), *made.root.buffers()])
     return replace(made, mesh=None, make_loader=None, rank_weights=[])
 
 
 @contextmanager
-def aside(ctx: Context) -> Iterator[Context]:
+def parked_on_host(ctx: Context) -> Iterator[Context]:
     """`ctx` on a copy of its model in host memory; inside, the model itself frees its accelerator memory."""
     tensors = [*ctx.root.parameters(), *ctx.root.buffers()]
     tensors = [tensor for tensor in tensors if local_part(tensor).device.type != "cpu" and not tensor.is_meta]
     if not tensors:
         yield ctx
         return
-    with emptied([local_part(tensor) for tensor in tensors]) as values:
+    with released([local_part(tensor) for tensor in tensors]) as values:
         yield _on_copy(ctx, OwnMemory(lambda device: True, values))
 
 
