@@ -66,7 +66,7 @@ class Built:
     args: Mapping[str, bool]
     loss_scale: Callable[[], float] = _unscaled  # factor of gradients until the optimizer steps
     step: Callable[[Any, Any], Any] | None = None  # (batch, output) → loss: a backend's own whole step
-    weighs_ranks: bool = False  # True if loss_func already weights each rank's loss
+    rescales_loss: bool = False  # True if loss_func already rescales each rank's loss (`loss.rescaling`)
 
 
 @dataclass(frozen=True)
@@ -131,14 +131,14 @@ class Context:
     layout: ModelLayout | None = None  # the split of parameters over the axis tensor
     on_host: tuple[torch.Tensor, ...] = ()  # parameters and other tensors in host memory
     loss_scale: Callable[[], float] = _unscaled  # factor of gradients until the optimizer steps
-    unrounded: MutableMapping[torch.Tensor, torch.Tensor] = field(default_factory=dict)  # parameter → exact value
+    fp32_values: MutableMapping[torch.Tensor, torch.Tensor] = field(default_factory=dict)  # parameter → value
     initial: ValueSource | None = None  # of a model on the meta device; None if it has values, or gets none
     rank_weights: list[RankWeight] = field(default_factory=list)  # of what was built, by kind of batch
-    seen: MutableMapping[str, Any] = field(default_factory=dict)  # observations of the model, shared by all candidates
+    shared_cache: MutableMapping[str, Any] = field(default_factory=dict)  # of all candidates
     other_modules: OtherModules = field(default_factory=OtherModules)  # that loss_func and prepare_input reach
     other_gradients: OtherGradients = field(default_factory=OtherGradients)  # to restore after trial passes
     already_warned: MutableSet[str] = field(default_factory=set)  # warnings already given, at most once a job
-    learnt: Mapping[str, Any] = field(default_factory=dict)  # JSON data for the metadata of a saved strategy
+    metadata: Mapping[str, Any] = field(default_factory=dict)  # JSON data for the metadata of a saved strategy
 
     @property
     def device(self) -> torch.device:
@@ -176,7 +176,7 @@ class Context:
         )
         for finish in self.finish:
             built = finish(built)
-        if built.loss_func is not None and self.batch_axes and not built.weighs_ranks:
+        if built.loss_func is not None and self.batch_axes and not built.rescales_loss:
             built = replace(built, loss_func=self._weighted(built.model, built.loss_func, built.dataloader))
         binding = ModelFacts(self.mesh, built.loss_scale, self.layout)
         for marked in (self.root, built.model):
@@ -239,7 +239,7 @@ class Context:
             write_part(names, target, value, rows, rank)
             keeps_exact = isinstance(target, ChunkedParameter) or hasattr(target, "placements")
             if target.requires_grad and value.dtype != target.dtype and not keeps_exact:
-                self.unrounded[target] = (value if rows is None else rows.take(value, rank)).detach().clone()
+                self.fp32_values[target] = (value if rows is None else rows.take(value, rank)).detach().clone()
 
         return write
 

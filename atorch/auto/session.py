@@ -127,7 +127,7 @@ def _searched(ctx: Context, fixed: Strategy | None, call: Request, began: float)
 
 
 def accelerate(ctx: Context, strategy: Strategy, verify: bool) -> tuple[AccelerateResult, Strategy]:
-    """Carry out a complete strategy: reference step → apply → build → verify. The strategy gets learnt metadata.
+    """Carry out a complete strategy: reference step → apply → build → verify. The strategy gets metadata.
 
     Raises:
         StrategyError: with `verify`, if its first pass differs from plain training's.
@@ -156,7 +156,7 @@ def accelerate(ctx: Context, strategy: Strategy, verify: bool) -> tuple[Accelera
     mesh = applied.need_mesh()
     together_on = [axis for axis in AXES if axis not in BATCH_AXES and mesh.size(axis) > 1]
     watch_batches(result.model, {axis: mesh.group(axis) for axis in together_on})
-    return result, replace(strategy, metadata={**strategy.metadata, **applied.learnt})
+    return result, replace(strategy, metadata={**strategy.metadata, **applied.metadata})
 
 
 def _checked(ctx: Context, strategy: Strategy) -> Context:

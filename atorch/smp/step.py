@@ -165,7 +165,7 @@ def partition(owner: Session, model: DistributedModel, function: Function, sampl
     replicas = mesh.group("data", "zero")
     broadcast([(0, [tensor.detach() for part in parts for tensor in (*part.parameters(), *part.buffers())])], replicas)
     half = half_of(config)
-    unrounded = None if half is None else halve(parts, half)
+    fp32_values = None if half is None else halve(parts, half)
     for part in parts if half is not None else ():
         widen_output(part)
     passes = sharded(whole, mesh, half) if config.sharded_data_parallel_degree > 1 else None
@@ -183,7 +183,7 @@ def partition(owner: Session, model: DistributedModel, function: Function, sampl
         with verbose_logging(True):
             logger.info("the model was partitioned:\n%s", division)
     if owner.optimizer is not None:
-        owner.optimizer.follow(model, unrounded)
+        owner.optimizer.follow(model, fp32_values)
     all_or_none(model.settle)
     return runner
 

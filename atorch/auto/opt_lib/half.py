@@ -88,7 +88,7 @@ class Half(Precision):
         ctx = replace(
             ctx,
             compute_dtype=dtype,
-            unrounded=values,
+            fp32_values=values,
             loss_scale=scale,
             make_optimizer=make_optimizer,
             loss_func=loss_func,

@@ -159,7 +159,7 @@ class MicroBatch(Method):
                 self.reduce,
                 lambda rule: ctx.rank_weight(rule, built.dataloader),
             )
-            return replace(built, loss_func=loss_func, weighs_ranks=True)
+            return replace(built, loss_func=loss_func, rescales_loss=True)
 
         return ctx.with_finish(finish)
 

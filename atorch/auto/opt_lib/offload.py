@@ -143,7 +143,7 @@ class Offload(Method):
         from atorch.runtime.optimizer.user_optimizer import materialized
 
         self.check(ctx)
-        inner, on_host, values = ctx.make_optimizer, ctx.on_host, ctx.unrounded
+        inner, on_host, values = ctx.make_optimizer, ctx.on_host, ctx.fp32_values
         if not any(other.places_states for other in ctx.strategy):  # else it has moved activations already
             ctx = self.move_activations(ctx)
         if inner is None or self.optimizer == self.parameters:

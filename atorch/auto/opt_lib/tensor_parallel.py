@@ -138,7 +138,10 @@ class TensorParallel(Method):
         log_indivisible_parts(model)
         share_random_state(mesh.group("tensor"), ctx.device)
         return replace(
-            ctx, parts=ctx.parts, layout=layout, learnt={**ctx.learnt, LAYOUT_KEY: written(layout, self._plan_knobs)}
+            ctx,
+            parts=ctx.parts,
+            layout=layout,
+            metadata={**ctx.metadata, LAYOUT_KEY: written(layout, self._plan_knobs)},
         )
 
     def _split(self, ctx: Context, model: nn.Module, **how: Any) -> ModelLayout:

@@ -24,7 +24,7 @@ from atorch.distributed.world import local_world_size
 from atorch.errors import ArgumentError
 from atorch.logs import log_once
 from atorch.model.user_functions import MakeOptimizer
-from atorch.runtime.optimizer.shadow_parameters import ShadowOptimizer, unrounded
+from atorch.runtime.optimizer.shadow_parameters import ShadowOptimizer, fp32_value_of
 from atorch.runtime.optimizer.user_optimizer import as_groups, materialized, tensor_of
 from atorch.runtime.optimizer.wrapped_optimizer import fuse, layers_of, local
 
@@ -141,7 +141,7 @@ class HostOptimizer(ShadowOptimizer):
             return None
         copy = nn.Parameter(_copy_to_host(parameter.detach()), requires_grad=parameter.requires_grad)
         _wait([parameter])  # masters inside start from the completed copy
-        if (value := unrounded(self._values, parameter)) is not None:
+        if (value := fp32_value_of(self._values, parameter)) is not None:
             self._values[copy] = value
         return copy
 

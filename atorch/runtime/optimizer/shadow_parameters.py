@@ -285,7 +285,7 @@ def _norms(tensors: list[torch.Tensor]) -> list[tuple[list[int], torch.Tensor]]:
     ]
 
 
-def unrounded(values: MutableMapping[torch.Tensor, torch.Tensor], parameter: torch.Tensor) -> torch.Tensor | None:
+def fp32_value_of(values: MutableMapping[torch.Tensor, torch.Tensor], parameter: torch.Tensor) -> torch.Tensor | None:
     """The value of a parameter, or of a slice of one, before rounding, removed from `values`; None if unknown."""
     whole, where = origin(parameter)
     value = values.pop(whole, None)

@@ -26,7 +26,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from atorch.errors import CheckpointError
 from atorch.model.pytree import map_tensors
 from atorch.model.user_functions import MakeOptimizer
-from atorch.runtime.optimizer.shadow_parameters import ShadowOptimizer, unrounded
+from atorch.runtime.optimizer.shadow_parameters import ShadowOptimizer, fp32_value_of
 from atorch.runtime.optimizer.wrapped_optimizer import (
     HAS_MASTERS,
     MASTER,
@@ -162,7 +162,7 @@ class MasterWeights(ShadowOptimizer):
     def _make_shadow(self, parameter: torch.Tensor) -> torch.Tensor | None:
         if not (parameter.requires_grad and _is_half(parameter)):
             return None
-        value = unrounded(self._values, parameter)
+        value = fp32_value_of(self._values, parameter)
         if value is not None:
             value = value.to(parameter.device, torch.float32)
         if value is None or not torch.equal(value.to(parameter.dtype), parameter.detach()):

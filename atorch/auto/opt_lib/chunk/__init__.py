@@ -197,7 +197,7 @@ class Chunk(Method):
         ctx = replace(
             ctx,
             prepare_input=prepare_input,
-            learnt={**ctx.learnt, self.name: _figures(operations.chunks, operations.residency.pass_schedule)},
+            metadata={**ctx.metadata, self.name: _figures(operations.chunks, operations.residency.pass_schedule)},
         )
         inner, disk = ctx.make_optimizer, None if self.disk is None else Path(self.disk)
         if inner is None:
@@ -231,7 +231,7 @@ class Chunk(Method):
             budget,
             device=ctx.device,
             dtype=ctx.compute_dtype,
-            values=ctx.unrounded,
+            values=ctx.fp32_values,
             group=mesh.group(*axes) if mesh.size(*axes) > 1 else None,
             replicas=mesh.group(*replicas) if replicas else None,
             compiled=compiled,

@@ -86,7 +86,7 @@ def split(ctx: Context, method: PipelineParallel) -> Context:
         )
         sample = ctx.prepare_input(ctx.sample_batch, ctx.device)
         loss_func.settle(sample, ctx.call_model(pipeline, sample))
-        return replace(built, model=pipeline, loss_func=loss_func, weighs_ranks=True)
+        return replace(built, model=pipeline, loss_func=loss_func, rescales_loss=True)
 
     return replace(ctx, parts=parts).with_finish(finish)
 
@@ -126,9 +126,9 @@ def check_at_work(ctx: Context, method: PipelineParallel) -> None:
     if reason is None or method.split_points or ctx.sample_batch is None or changes_modules(ctx):
         return
     (model,) = ctx.parts
-    if _CALLS not in ctx.seen:
-        ctx.seen[_CALLS] = _calls(ctx, model)
-    calls = ctx.seen[_CALLS]
+    if _CALLS not in ctx.shared_cache:
+        ctx.shared_cache[_CALLS] = _calls(ctx, model)
+    calls = ctx.shared_cache[_CALLS]
     if isinstance(calls, str):
         raise neither(calls, reason)
     try:

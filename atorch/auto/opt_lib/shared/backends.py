@@ -200,5 +200,5 @@ def deepspeed_pipeline(
         loss_func=loss_func,
         optim=SteppedByDeepSpeed(built.optim),
         step=loss_func.step,
-        weighs_ranks=True,
+        rescales_loss=True,
     )
