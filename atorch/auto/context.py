@@ -33,7 +33,7 @@ from atorch.runtime.gradients.backward import OtherGradients
 from atorch.runtime.gradients.clip import ClippingModel, add_clipping, parts_of
 from atorch.runtime.gradients.norm_guard import SCALED, guard_gradients
 from atorch.runtime.loss.reduction import LossWeight, Rule, tolerance_of
-from atorch.runtime.loss.rescaling import RankWeight, RankWeighted, num_counts
+from atorch.runtime.loss.rescaling import LossRescaler, RescaledLoss, num_counts
 from atorch.runtime.memory.deferred_output import Deferred
 from atorch.runtime.optimizer.held_tensors import write_part
 from atorch.runtime.optimizer.user_optimizer import keep_to
@@ -133,7 +133,7 @@ class Context:
     loss_scale: Callable[[], float] = _unscaled  # factor of gradients until the optimizer steps
     fp32_values: MutableMapping[torch.Tensor, torch.Tensor] = field(default_factory=dict)  # parameter → value
     initial: ValueSource | None = None  # of a model on the meta device; None if it has values, or gets none
-    rank_weights: list[RankWeight] = field(default_factory=list)  # of what was built, by kind of batch
+    rank_weights: list[LossRescaler] = field(default_factory=list)  # of what was built, by kind of batch
     shared_cache: MutableMapping[str, Any] = field(default_factory=dict)  # of all candidates
     other_modules: OtherModules = field(default_factory=OtherModules)  # that loss_func and prepare_input reach
     other_gradients: OtherGradients = field(default_factory=OtherGradients)  # to restore after trial passes
@@ -243,7 +243,7 @@ class Context:
 
         return write
 
-    def rank_weight(self, rule: LossWeight, loader: DataLoader[Any] | None) -> RankWeight | None:
+    def rank_weight(self, rule: LossWeight, loader: DataLoader[Any] | None) -> LossRescaler | None:
         """The weight of this rank's loss among those of ranks with other samples; None if there are no such ranks.
 
         loader: the job's loader, which gives every rank equally many rows.
@@ -251,7 +251,7 @@ class Context:
         if not self.batch_axes:
             return None
         group = self.need_mesh().group(*BATCH_AXES)
-        weight = RankWeight(rule, group, lambda rows: shares_out(loader, rows), self.already_warned)
+        weight = LossRescaler(rule, group, lambda rows: shares_out(loader, rows), self.already_warned)
         self.rank_weights.append(weight)
         return weight
 
@@ -260,12 +260,12 @@ class Context:
         return num_counts(self.loss_weight, batch)
 
     def _weighted(self, model: nn.Module, loss_func: LossFunc, loader: DataLoader[Any] | None) -> LossFunc:
-        def make() -> RankWeight:
+        def make() -> LossRescaler:
             weight = self.rank_weight(LossWeight(self.loss_weight, tolerance_of(self.compute_dtype)), loader)
             assert weight is not None, "there are several ranks"
             return weight
 
-        return RankWeighted(model, loss_func, make)
+        return RescaledLoss(model, loss_func, make)
 
     def _build_loader(self) -> DataLoader[Any] | None:
         if self.make_loader is None:

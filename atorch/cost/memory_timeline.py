@@ -52,7 +52,7 @@ class StageMemory:
     passes: tuple[MemoryPoint, ...]  # moments of forward and backward
     step: MemoryPoint  # of the optimizer
     peak: MemoryPoint
-    coming: float  # the most transient bytes at any moment
+    max_transient: float  # the most transient bytes at any moment
     in_flight: float  # micro-batches
 
     @cached_property
@@ -168,7 +168,7 @@ def _timeline(terms: Terms, stage: StageCost, appear: bool, piece: float) -> Sta
         passes=tuple(passes),
         step=step,
         peak=max(moments, key=attrgetter("total")),
-        coming=max(moment.total - moment.gradients for moment in moments),
+        max_transient=max(moment.total - moment.gradients for moment in moments),
         in_flight=stage.in_flight,
     )
 

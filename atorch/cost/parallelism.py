@@ -178,11 +178,11 @@ def shard(
     often = not once_a_step
     cost = _send(
         cost,
-        Comm("all_gather", axes, gathered, calls + regathers, overlap, each_micro_batch=often, copied=out),
-        Comm("reduce_scatter", axes, reduced, reductions, overlap, each_micro_batch=often, copied=into),
+        Comm("all_gather", axes, gathered, calls + regathers, overlap, per_micro_batch=often, copied=out),
+        Comm("reduce_scatter", axes, reduced, reductions, overlap, per_micro_batch=often, copied=into),
         calls_a_group=True,
     )
-    between = Comm("all_reduce", replicas, reduced / shards, reductions, overlap, each_micro_batch=often)
+    between = Comm("all_reduce", replicas, reduced / shards, reductions, overlap, per_micro_batch=often)
     return _send(cost, between, calls_a_group=True, fewer_shards=min(shards, cost.expert_ranks))
 
 

@@ -38,7 +38,7 @@ class Comm:
     `num_bytes` is the full payload as seen by one rank: the tensor that is reduced, or the full gathered tensor, for
     the whole model. `overlap` is the fraction that computation can hide. A pipeline stage has its share of parameters
     or blocks of it (`scales_with`). Calls that scale with blocks happen in every micro-batch; `num_bytes` is their sum.
-    `copied` bytes are read and written to pack and unpack the payload, and nothing hides them. With `each_micro_batch`,
+    `copied` bytes are read and written to pack and unpack the payload, and nothing hides them. With `per_micro_batch`,
     `num_bytes`, `count` and `copied` are of one micro-batch.
     """
 
@@ -48,7 +48,7 @@ class Comm:
     count: float = 1.0
     overlap: float = 0.0
     scales_with: Literal["parameters", "blocks"] = "parameters"
-    each_micro_batch: bool = False
+    per_micro_batch: bool = False
     copied: float = 0.0
 
 
@@ -290,7 +290,7 @@ def reduce_once(cost: Cost) -> Cost:
     """
     if cost.num_micro_batches == 1 or not cost.gathered_itemsize or cost.grads_persist:
         return cost
-    comm = (call if call.kind == "all_gather" else replace(call, each_micro_batch=False) for call in cost.comm)
+    comm = (call if call.kind == "all_gather" else replace(call, per_micro_batch=False) for call in cost.comm)
     return cost.replace(grad_itemsize=cost.reduced_itemsize, grad_shards=1.0, whole_grads=True, comm=tuple(comm))
 
 

@@ -248,9 +248,9 @@ class StepTimes:
         sent = {"once": [0.0] * 4, "parameters": [0.0] * 4, "blocks": [0.0] * 4}
         for comm in cost.comm:
             group, share, when = self._group(cost, comm.axis), 1.0, comm.scales_with
-            if not comm.each_micro_batch:
+            if not comm.per_micro_batch:
                 share = 1.0 / cost.num_micro_batches if when == "blocks" else 1.0
-            sums = sent[when if comm.each_micro_batch or when == "blocks" else "once"]
+            sums = sent[when if comm.per_micro_batch or when == "blocks" else "once"]
             seconds = share * group.seconds(comm.kind, comm.count, comm.num_bytes)
             sums[0] += (1.0 - comm.overlap) * seconds + share * comm.copied / reached_bandwidth(self.cluster)
             sums[1] += comm.overlap * seconds

@@ -155,12 +155,12 @@ class DistributedModel(LocalParts):
         """The wrapped module; once partitioned, the first of the local parts, with the same names."""
         return self.module
 
-    def become(self, runner: Runner, division: PartitionChoice, split: TensorSplit) -> None:
+    def set_partitioned(self, runner: Runner, division: PartitionChoice, split: TensorSplit) -> None:
         """Take over the parts of `runner` after partitioning and the split over tensor ranks."""
         self._runner, self.division, self.split = (runner,), division, split
         self.module, self._others = runner.parts[0], runner.parts[1:]
 
-    def settle(self) -> None:
+    def run_pending(self) -> None:
         """Run the deferred loads, then the hooks, after partitioning."""
         for load in self._waiting:
             load()

@@ -36,11 +36,11 @@ from atorch.smp.model import DistributedModel
 from atorch.smp.model_creation import delayed_values, fill
 from atorch.smp.partitioning import PartitionChoice, auto_units, divided_by_cost, divided_by_hand, units_by_hand
 from atorch.smp.session import Session, session, tracing
-from atorch.smp.steps.averaging import Averaging, PartReduction, check_degrees, sharded
+from atorch.smp.steps.averaging import Averaging, PartGradientSync, check_degrees, sharded
 from atorch.smp.steps.micro_batch_run import MicroBatchRun
 from atorch.smp.steps.precision import half_of, halve, widen_output
 from atorch.smp.steps.runner import Runner
-from atorch.smp.steps.slicing import Slicing, StepArguments, outputs_of, starts_together, with_the_firsts_batch
+from atorch.smp.steps.slicing import Slicing, StepArguments, agree_on_step, broadcast_first_batch, outputs_of
 from atorch.smp.tensor.split import TensorSplit, split_marked
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -115,9 +115,9 @@ def _run(
         return [map_tensors(lambda leaf: leaf.to(owner.device, non_blocking=True), piece) for piece in pieces]
 
     name = f"{function.__module__}.{getattr(function, '__qualname__', repr(function))}"
-    start = starts_together(owner, cut, name, model.training)
+    start = agree_on_step(owner, cut, name, model.training)
     if not start.is_alike:
-        start = with_the_firsts_batch(owner, start)
+        start = broadcast_first_batch(owner, start)
     runner = model.runner or partition(owner, model, function, start.pieces[0])
     return runner.run(function, start, detach)
 
@@ -172,19 +172,19 @@ def partition(owner: Session, model: DistributedModel, function: Function, sampl
     averaging = None if passes is not None else _averaging(owner, model, parts)
     engine = ties = None
     if len(division.places) > 1:
-        reductions = [PartReduction(part, averaging, faults.append) for part in parts]
+        reductions = [PartGradientSync(part, averaging, faults.append) for part in parts]
         group = mesh.group("pipeline")
         schedule = by_torch(placed, config.microbatches)
         engine = Engine(parts, schedule, group, owner.device, reductions=reductions)
         ties = SharedParameters(shared, parts, group, division.places)
     runner = Runner(model, owner, parts, placed, engine, ties, averaging, passes, faults, blank, seed)
-    model.become(runner, division, split)
+    model.set_partitioned(runner, division, split)
     if owner.mesh.size("pipeline") > 1:
         with verbose_logging(True):
             logger.info("the model was partitioned:\n%s", division)
     if owner.optimizer is not None:
         owner.optimizer.follow(model, fp32_values)
-    all_or_none(model.settle)
+    all_or_none(model.run_pending)
     return runner
 
 

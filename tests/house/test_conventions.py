@@ -44,7 +44,7 @@ BLIND_EXCEPTS: Mapping[str, str] = {
     "atorch/distributed/fingerprints.py:described_dataset": (
         "what a user's __len__ raises is no concern of a comparison"
     ),
-    "atorch/runtime/loss/reduction_probe.py:Look.holds": (
+    "atorch/runtime/loss/reduction_probe.py:ReductionProbe.holds": (
         "a user's loss may fail on a part of a batch; training goes on"
     ),
     "atorch/profiler/trace.py:_of_length": "a model may fail in any way on a short sample; the whole one is traced",
@@ -52,7 +52,7 @@ BLIND_EXCEPTS: Mapping[str, str] = {
     "atorch/profiler/trace.py:_in_16_bits": "a model may fail in any way in 16 bits; it is reckoned from fp32 then",
     "atorch/profiler/trace.py:_run": "a forward may fail on fakes in any way; a real run then shows its faults",
     "atorch/model/deferred_init.py:InitialValues._watch": "a user's function may fail in any way without values",
-    "atorch/runtime/loss/reduction_probe.py:Look._losses": (
+    "atorch/runtime/loss/reduction_probe.py:ReductionProbe._losses": (
         "a loss may fail on a part of a batch in any way; the warning says so"
     ),
     "atorch/runtime/optimizer/user_optimizer.py:made_small": ("a user's optimizer may refuse small parameters"),

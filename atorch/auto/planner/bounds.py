@@ -230,7 +230,7 @@ def _without_reductions(cost: Cost) -> Cost:
 
     Gradient reductions are left out, since micro-batches change their time and kind.
     """
-    gathers = tuple(comm for comm in cost.comm if comm.each_micro_batch and comm.kind == "all_gather")
+    gathers = tuple(comm for comm in cost.comm if comm.per_micro_batch and comm.kind == "all_gather")
     return cost.replace(
         comm=gathers, param_offload=0.0, optim_offload=0.0, activation_offload=0.0, budget_bytes=math.inf,
         grad_itemsize=0.0,

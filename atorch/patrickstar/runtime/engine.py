@@ -228,7 +228,7 @@ class PatrickStarEngine(ClippingModel, Wrapper):
         self._schedules.schedule_passes(self._operations)
         recorder = MemoryRecorder(self._operations)
         self._backward.watch(self.module)
-        self.optimizer.live_in(chunks, recorder.phase, self._backward)
+        self.optimizer.attach_chunks(chunks, recorder.phase, self._backward)
         return recorder
 
     def _traced(self) -> AccessTrace:

@@ -28,7 +28,7 @@ from atorch.runtime.chunk.layout import ChunkAssignment, ChunkLayout, ChunkSpec,
 from atorch.runtime.chunk.memory import ChunkSet
 from atorch.runtime.chunk.operations import Operations
 from atorch.runtime.chunk.parameter import CompiledModules, outermost
-from atorch.runtime.chunk.pass_schedule import AccessTrace, PassSchedule, Uses, moments
+from atorch.runtime.chunk.pass_schedule import AccessTrace, PassArrays, PassSchedule, moments
 from atorch.runtime.chunk.residency import Residency
 from atorch.runtime.chunk.transfer import Transfer, transfer_for
 from atorch.runtime.chunk.transfer_schedule import Shortfall, choose_pinned, schedule, transfer_cost
@@ -176,7 +176,7 @@ class ChunkPlanner:
         items = self._items()
         if self.chunk_size is not None:
             return pack(items, self.chunk_size, self.shards, ALIGNED)
-        uses = Uses(self.traced, [item.name for item in items])
+        uses = PassArrays(self.traced, [item.name for item in items])
         itemsizes = [_itemsize(item.dtype) for item in items]
         # A model whose chunks may be pinned has several.
         most = None if self.state_bytes is None else sum(item.numel for item in items) // PINNED_PARTS

@@ -47,14 +47,16 @@ def moments(
     """
     extras = [0] * len(traced.accesses)
     if shards > 1:
-        extras = Uses(traced, chunk_of).gathered_bytes(np.array(list(chunk_of.values())), gathering, shards).tolist()
+        extras = (
+            PassArrays(traced, chunk_of).gathered_bytes(np.array(list(chunk_of.values())), gathering, shards).tolist()
+        )
     return [
         ScheduleStep(_label(access), frozenset([chunk_of[p] for p in access.parameters]), access.other_bytes + extra)
         for access, extra in zip(traced.accesses, extras, strict=True)
     ]
 
 
-class Uses:
+class PassArrays:
     """A pass as arrays, from which the runs of any layout are quickly computed.
 
     Args:
@@ -169,7 +171,7 @@ class PassSchedule:
     moments: Sequence[ScheduleStep]
     schedule: TransferSchedule
     varies: bool = False
-    strayed: bool = False
+    diverged: bool = False
     """True if a training pass deviated from the schedule."""
 
     def __post_init__(self) -> None:
@@ -187,7 +189,7 @@ class PassSchedule:
             return None  # the pass is over, and user code reads a parameter
         self.on_schedule = self.on_schedule and self.moments[position].needs == needs
         if not self.on_schedule:
-            self.strayed = self.strayed or torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1
+            self.diverged = self.diverged or torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1
             return None
         return self.schedule.steps[position]
 

@@ -85,16 +85,16 @@ class ScheduleCache:
 
     def next(self, schedule_of: Callable[[AccessTrace], PassSchedule]) -> PassSchedule:
         key = self._key()
-        strayed = key in self._known and self._known[key].strayed and key not in self._again
+        diverged = key in self._known and self._known[key].diverged and key not in self._again
         if self._group is not None:
-            both = torch.tensor([self._numel, strayed], device=host_comm_device())
+            both = torch.tensor([self._numel, diverged], device=host_comm_device())
             dist.all_reduce(both, dist.ReduceOp.MAX, group=self._group)
-            most, strayed = both.tolist()
+            most, diverged = both.tolist()
             if most > self._largest:
                 self._known.clear()
         if key not in self._known:
             self._known[key] = schedule_of(self.first())
-        elif strayed:
+        elif diverged:
             self._again.add(key)
             with suppress(OutOfBudgetError):  # then chunks are still fetched on demand
                 self._known[key] = schedule_of(self.first())

@@ -95,7 +95,7 @@ def kind_of(data: Any) -> Any:
 
 
 def losses_of(model: nn.Module, loss_func: LossFunc) -> LossesOf:
-    """A function that computes losses of samples for a `Look`: from their outputs, or by running the model."""
+    """A function that computes samples' losses for a `ReductionProbe`: from their outputs, or by running the model."""
 
     def run(samples: Sequence[BatchAndOutput], runs_model: bool) -> list[float]:
         is_wrapped = isinstance(model, (Wrapper, DistributedDataParallel))
@@ -131,7 +131,7 @@ class _Evidence(NamedTuple):
     tells: bool = True
 
 
-class Look:
+class ReductionProbe:
     """A check of rules on a batch, its output and its loss `value`. A call drops rules that do not explain the loss.
 
     run: computes the losses of samples. call: the model's arguments for the output, or None.

@@ -30,11 +30,11 @@ from atorch.model.user_functions import LossFunc, value_of
 from atorch.model.wrapper import Wrapper
 from atorch.runtime.data.batches import merge, num_rows, take
 from atorch.runtime.data_parallel.buckets import broadcast
-from atorch.runtime.data_parallel.gradient_sync import Reduction
+from atorch.runtime.data_parallel.gradient_sync import GradientSync
 from atorch.runtime.gradients.backward import expects_none, is_captured, weakly
 from atorch.runtime.loss.reduction import Gathered, LossWeight, Rule
-from atorch.runtime.loss.reduction_probe import BatchAndOutput, Look
-from atorch.runtime.loss.rescaling import RankWeight, weighted
+from atorch.runtime.loss.reduction_probe import BatchAndOutput, ReductionProbe
+from atorch.runtime.loss.rescaling import LossRescaler, weighted
 from atorch.runtime.memory.deferred_output import Deferred, SeparateGradients, deposit_loss
 from atorch.runtime.pipeline.engine import Engine, StageCalls
 from atorch.runtime.pipeline.placeholders import TensorSpec, shape_of
@@ -142,7 +142,7 @@ class PipelinedLoss:
         loss_weight: Rule = "auto",
         tolerance: float = 1e-4,
         replicas: dist.ProcessGroup | None = None,
-        over_ranks: Callable[[LossWeight], RankWeight | None] = lambda rule: None,
+        over_ranks: Callable[[LossWeight], LossRescaler | None] = lambda rule: None,
     ) -> None:
         self._model, self._engine = model, model.engine
         self._loss_func, self._count_of = loss_func, count_of
@@ -150,7 +150,7 @@ class PipelinedLoss:
         self._ranks = over_ranks(self._weight)
         self._is_auto, self._tolerance = loss_weight == "auto", tolerance
         parameters = list(dict.fromkeys(model.parameters()))  # now: while unsharded, FSDP2 has other parameters
-        self._apart = SeparateGradients(parameters, [Reduction(part) for part in self._engine.parts])
+        self._apart = SeparateGradients(parameters, [GradientSync(part) for part in self._engine.parts])
         self._named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         for name, parameter in self._named.items():
             parameter.register_hook(expects_none(partial(weakly(self._refuse_direct), name)))
@@ -192,11 +192,11 @@ class PipelinedLoss:
         def run(samples: Sequence[BatchAndOutput], runs_model: bool) -> list[float]:
             return self._losses([(batch, *call) for batch, call in samples])
 
-        look = Look(self._ranks.rule, run, batch, value, output=None, call=(args, kwargs))
+        probe = ReductionProbe(self._ranks.rule, run, batch, value, output=None, call=(args, kwargs))
         if is_gathered:
-            self._ranks.give_up(look.failure("no rule explains it"))
+            self._ranks.give_up(probe.failure("no rule explains it"))
         rows = num_rows(batch=batch, args=args, kwargs=kwargs)
-        return self._ranks.share(batch, rows, look).factor()
+        return self._ranks.share(batch, rows, probe).factor()
 
     def settle(self, batch: Any, output: Deferred) -> None:
         """Find the rule on a sample by which losses of micro-batches make the batch's; later batches refine it.

@@ -111,8 +111,8 @@ def places_of(schedule: str | PlacedSchedule, num_stages: int, size: int) -> tup
     return tuple(stage % size for stage in range(num_stages)) if isinstance(schedule, str) else schedule.places
 
 
-class StageReduction(Protocol):
-    """Controls the reduction of a stage's gradients: `gradient_sync.Reduction`, or another implementation."""
+class StageGradientSync(Protocol):
+    """Controls the reduction of a stage's gradients: `gradient_sync.GradientSync`, or another implementation."""
 
     @property
     def is_sharded(self) -> bool:
@@ -144,7 +144,7 @@ class TorchStage(PipelineStage):
         self,
         schedule: str | PlacedSchedule,
         module: nn.Module,
-        reduction: StageReduction,
+        reduction: StageGradientSync,
         index: int,
         num_stages: int,
         incoming: Sequence[tuple[TensorSpec, bool]],

@@ -26,7 +26,7 @@ from atorch.model.pytree import map_leaves, tensors_in
 from atorch.model.state import preserved_state
 from atorch.model.structure import parameter_names
 from atorch.model.wrapper import override, override_forward
-from atorch.runtime.data_parallel.gradient_sync import Reduction
+from atorch.runtime.data_parallel.gradient_sync import GradientSync
 from atorch.runtime.pipeline.capture.stage_dataflow import CallOutput, OutputIndex, Route
 from atorch.runtime.pipeline.placeholders import Placeholder, TensorSpec, need_values, shape_of
 
@@ -309,7 +309,7 @@ class ShapeOracle:
     """
 
     def __init__(self, part: nn.Module) -> None:
-        self._part, self._stage, self._reduction = part, stage_of(part), Reduction(part)
+        self._part, self._stage, self._reduction = part, stage_of(part), GradientSync(part)
 
     @property
     def tensors(self) -> Iterator[torch.Tensor]:

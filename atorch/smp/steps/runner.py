@@ -31,7 +31,7 @@ from atorch.smp.model import DistributedModel
 from atorch.smp.session import Session, tracing
 from atorch.smp.steps.averaging import Averaging, ShardedPasses
 from atorch.smp.steps.micro_batch_run import MicroBatchRun, Owners
-from atorch.smp.steps.slicing import Start, StepArguments, beginnings, has_begun_none
+from atorch.smp.steps.slicing import StepArguments, StepStart, beginnings, no_step_begun
 
 LOOKS = 3
 """Number of first steps whose batches are compared over the processes of a pipeline."""
@@ -76,7 +76,7 @@ class Runner:
         """The factor of losses before backward."""
         return 1.0 if self.owner.optimizer is None else float(self.owner.optimizer.loss_scale)
 
-    def run(self, function: Callable[..., Any], start: Start, detach: bool) -> list[Any]:
+    def run(self, function: Callable[..., Any], start: StepStart, detach: bool) -> list[Any]:
         """Run a step; returns the function's result for each micro-batch, on every process of the pipeline.
 
         Raises:
@@ -111,7 +111,7 @@ class Runner:
         while True:
             for parameter in parameters:
                 parameter.grad = None
-            if has_begun_none(self.owner):
+            if no_step_begun(self.owner):
                 break
             self.faults.clear()
             self._average(False)
@@ -215,7 +215,7 @@ class Runner:
 class _Work:
     """The micro-batches of a step, in the engine's interface."""
 
-    def __init__(self, runner: Runner, function: Callable[..., Any], start: Start, detach: bool) -> None:
+    def __init__(self, runner: Runner, function: Callable[..., Any], start: StepStart, detach: bool) -> None:
         self.kind, self.pieces, self.train = (function, start.kind), start.pieces, False
         self.returned: list[Any] = [None] * self.count
         self.looked = False

@@ -199,7 +199,7 @@ def beginnings(pieces: Sequence[StepArguments]) -> list[Any]:
     return [(place, leaf.detach().reshape(-1)[:FEW].tolist()) for place, leaf in leaves if isinstance(leaf, Tensor)]
 
 
-class Start(NamedTuple):
+class StepStart(NamedTuple):
     pieces: Sequence[StepArguments]
     kind: Hashable
     """The facts that identify the kind of step."""
@@ -210,7 +210,7 @@ class Start(NamedTuple):
 NOBODY = -(2**62)  # the contribution of a process without a batch
 
 
-def starts_together(owner: Session, cut: Callable[[], Sequence[StepArguments]], name: str, training: bool) -> Start:
+def agree_on_step(owner: Session, cut: Callable[[], Sequence[StepArguments]], name: str, training: bool) -> StepStart:
     """Agree with all processes on the step that begins.
 
     Args:
@@ -226,12 +226,12 @@ def starts_together(owner: Session, cut: Callable[[], Sequence[StepArguments]], 
     pieces = call_on_all_ranks("a function with @smp.step", lambda: facts, cut, is_frequent=True)
     kind = (name, count, torch.is_grad_enabled(), training, _plain(pieces[0]))
     if owner.mesh.size("pipeline") == 1:
-        return Start(pieces, kind, True)
+        return StepStart(pieces, kind, True)
     high, low = all_reduce_max(hash_pair((sizes_of(pieces[0]), kind)), owner.mesh.group("pipeline"))
-    return Start(pieces, kind, high == -low)  # maximum = minimum: all are equal
+    return StepStart(pieces, kind, high == -low)  # maximum = minimum: all are equal
 
 
-def with_the_firsts_batch(owner: Session, start: Start) -> Start:
+def broadcast_first_batch(owner: Session, start: StepStart) -> StepStart:
     """Broadcast the batch of the pipeline's first process if all tensors of the others are empty; else no change.
 
     Scripts of the original read data on the first process only, and give the others tensors without elements.
@@ -247,8 +247,8 @@ def with_the_firsts_batch(owner: Session, start: Start) -> Start:
     return start._replace(pieces=map_tensors(lambda _: next(received), start.pieces), is_alike=True)
 
 
-def has_begun_none(owner: Session) -> bool:
-    """True if no process begins a step; called by a process without a batch while others call `starts_together`."""
+def no_step_begun(owner: Session) -> bool:
+    """True if no process begins a step; called by a process without a batch while others call `agree_on_step`."""
     begun, _, _ = all_reduce_max([NOBODY, NOBODY, 0])  # matches the exchange in `call_on_all_ranks`
     return begun == NOBODY
 

@@ -85,7 +85,7 @@ def test_sharding():
 
     found = cost(MESH, "zero2")
     assert peak_memory(found).transient == 4000 + 2 * 400
-    gathering = Comm("all_gather", REPLICA_AXES, 4000, count=10, overlap=0.8, each_micro_batch=True, copied=8000)
+    gathering = Comm("all_gather", REPLICA_AXES, 4000, count=10, overlap=0.8, per_micro_batch=True, copied=8000)
     assert found.comm[0] == gathering
 
     found = cost(("parallel_mode", ([("zero", 4), ("data", 2)], None)), "fsdp")
@@ -143,8 +143,8 @@ def test_micro_batches_divide_activations_and_gather_again():
     assert activations(found) == activations(whole) / 2
     assert step_time(found, CPU).launch_s == 2 * step_time(whole, CPU).launch_s
     gathering, reducing = found.comm
-    assert (gathering, gathering.each_micro_batch) == (whole.comm[0], True)
-    assert reducing == replace(whole.comm[1], each_micro_batch=False)
+    assert (gathering, gathering.per_micro_batch) == (whole.comm[0], True)
+    assert reducing == replace(whole.comm[1], per_micro_batch=False)
     assert (found.grad_bytes, whole.grad_bytes) == (4000, 1000), "whole until the last micro-batch"
     assert cost(MESH, "ddp", ("micro_batch", {"size": 2})).num_micro_batches == 2  # of four samples a device
 

@@ -158,7 +158,7 @@ def carried_seconds(cost: Cost, cluster: ClusterSpec, stage: StageCost) -> dict[
             add(comm, number * cost.num_micro_batches)
     for comm in cost.comm:
         share = of_parameters if comm.scales_with == "parameters" else of_blocks
-        add(comm, share * (cost.num_micro_batches if comm.each_micro_batch else 1.0))
+        add(comm, share * (cost.num_micro_batches if comm.per_micro_batch else 1.0))
     if cost.stages > 1:
         group = group_of(("pipeline",), cost.axes, cluster)
         sends = cost.num_micro_batches * (1.0 if cost.stages == 2 else 2.0)

@@ -155,7 +155,7 @@ def test_a_sharded_optimizer_gathers_what_it_stepped_over_its_own_group():
 def test_sharded_parameters_are_gathered_twice_in_every_micro_batch():
     cost = shard(arrange(PLAIN, {"data": 2}))
     gathered, reduced = cost.comm
-    assert (gathered.num_bytes, gathered.count, gathered.each_micro_batch) == (2 * (480 + 400), 6 + 4, True)
+    assert (gathered.num_bytes, gathered.count, gathered.per_micro_batch) == (2 * (480 + 400), 6 + 4, True)
     assert (reduced.num_bytes, reduced.count) == (4 * 480, 6)
     assert shard(arrange(PLAIN, {"data": 2}), keeps_gathered=True).comm[0].num_bytes == 2 * 480
     once, twice = (step_time(accumulate(cost, times), CLUSTER).exposed_comm_s for times in (1, 2))

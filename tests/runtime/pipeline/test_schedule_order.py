@@ -15,7 +15,7 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 
 from atorch.errors import StrategyError
 from atorch.report.schedule import expected_bubble, timeline
-from atorch.runtime.data_parallel.gradient_sync import Reduction
+from atorch.runtime.data_parallel.gradient_sync import GradientSync
 from atorch.runtime.pipeline.placeholders import shape_of
 from atorch.runtime.pipeline.schedules import (
     PassKind,
@@ -238,7 +238,7 @@ def trained(rank: int, size: int, schedule: str, pieces: int, micro_batches: int
         layer = Layer(index == size * pieces - 1)
         ends = (wire if index else [], [] if layer.is_last else wire)
         cpu, group = torch.device("cpu"), dist.group.WORLD
-        stage: Any = TorchStage(schedule, layer, Reduction(layer), index, size * pieces, *ends, cpu, group)  # type: ignore[arg-type]
+        stage: Any = TorchStage(schedule, layer, GradientSync(layer), index, size * pieces, *ends, cpu, group)  # type: ignore[arg-type]
         stage.forward_one_chunk = noting(stage.forward_one_chunk, lambda full: "forward", index)
         stage.backward_one_chunk = noting(stage.backward_one_chunk, lambda full: "backward" if full else "input", index)
         stage.backward_weight_one_chunk = noting(stage.backward_weight_one_chunk, lambda full: "weight", index)

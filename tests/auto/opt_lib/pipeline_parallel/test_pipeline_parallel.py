@@ -44,7 +44,7 @@ def test_a_stage_holds_its_blocks_and_the_micro_batches_under_way():
 
     cost = cost_of({"data": 2, "pipeline": 4}, "pipeline_parallel", "fsdp")
     assert (cost.param_shards, cost.grad_shards) == (2, 1)
-    assert [comm.each_micro_batch for comm in cost.comm] == [True, False]
+    assert [comm.per_micro_batch for comm in cost.comm] == [True, False]
 
     schedules = [(each.schedule, each.pieces) for each in PipelineParallel.choices(PROFILE, cluster())]
     assert schedules == [("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zero_bubble", 1)]
