@@ -26,7 +26,7 @@ _FAILURES = (TypeError, ValueError, LookupError, AttributeError, RuntimeError, A
 _DEPTH = 4  # of objects in an optimizer's attributes that are compared
 
 
-def adapted(job: Mapping[str, Any]) -> dict[str, Any]:
+def settings_of_objects(job: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a job, with the class and settings of an optimizer and a DataLoader in place of the objects.
 
     Raises:
