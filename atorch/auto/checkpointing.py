@@ -31,7 +31,7 @@ from atorch.distributed.collectives import (
     all_reduce_max,
     call_on_all_ranks,
     from_rank_zero,
-    own_rank,
+    global_rank,
     world_group,
 )
 from atorch.distributed.fingerprints import Facts, facts_of
@@ -119,7 +119,7 @@ def save_checkpoint(
         "rng": RandomState.now().as_plain(),
         "buffers": {
             entry.name: entry.tensor.detach() for entry in held
-            if is_buffer(entry) and ranks[own_rank()]["buffers"][entry.name] != first_with(ranks, entry.name)[1]
+            if is_buffer(entry) and ranks[global_rank()]["buffers"][entry.name] != first_with(ranks, entry.name)[1]
         },
     }  # fmt: skip
     if isinstance(result.dataloader, Loader):

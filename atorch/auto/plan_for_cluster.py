@@ -54,7 +54,9 @@ class Subject:
     model: str | None = None  # its id on the Hub, if it has one
 
 
-def plan_elsewhere(model: Any, positional: Sequence[Any], cluster: Any, keywords: Mapping[str, Any]) -> ClusterPlan:
+def plan_for_other_cluster(
+    model: Any, positional: Sequence[Any], cluster: Any, keywords: Mapping[str, Any]
+) -> ClusterPlan:
     """Carry out `plan` for a cluster.
 
     Raises:

@@ -26,7 +26,7 @@ from atorch.checkpoint.pretrained import (
     open_pretrained,
 )
 from atorch.checkpoint.reading import Checkpoint
-from atorch.distributed.collectives import all_or_none, call_on_all_ranks, gather_objects, own_rank
+from atorch.distributed.collectives import all_or_none, call_on_all_ranks, gather_objects, global_rank
 from atorch.distributed.fingerprints import facts_of
 from atorch.errors import ArgumentError, CheckpointError, shown
 from atorch.files import AnyPath
@@ -280,7 +280,7 @@ def model_content(
         logical = entry.logical()
         if entry.name in masters:
             logical = own_masters.get(entry.name) or LogicalTensor(entry.shape, torch.float32, [])
-        elif is_buffer(entry) and first_with(ranks, entry.name)[0] != own_rank():
+        elif is_buffer(entry) and first_with(ranks, entry.name)[0] != global_rank():
             logical = LogicalTensor(entry.shape, logical.dtype, [])  # ranks may differ: the first one's is saved
         tensors[MODEL + entry.name] = logical
     plain: dict[str, Any] = {"aliases": {name: entry.name for entry in held for name in entry.names[1:]}}

@@ -41,7 +41,7 @@ def is_fake_world() -> bool:
     return dist.is_initialized() and dist.get_backend() == "fake"
 
 
-def own_rank() -> int:
+def global_rank() -> int:
     """The rank of this process among all; 0 if it is alone."""
     return dist.get_rank() if dist.is_initialized() else 0
 

@@ -149,14 +149,14 @@ def _act_as_plain(
     """Let the sharded module's methods and parameters act as those of a plain one; `before`: its parameters."""
     from atorch.runtime.fsdp.collectives import Fp8Gathers
     from atorch.runtime.fsdp.methods import keep_methods, make_plain_tensors, refuse_replaced
-    from atorch.runtime.fsdp.sharded_access import stand_for_sharded
+    from atorch.runtime.fsdp.sharded_access import delegate_to_sharded
 
     keep_methods(module, passes)
     Fp8Gathers(module, mesh, passes)
     refuse_replaced(module, before)
     make_plain_tensors(module, passes)
     _reshard_without_gradients(module)
-    stand_for_sharded(module)
+    delegate_to_sharded(module)
 
 
 def _check_together(
