@@ -329,10 +329,10 @@ def _joined(value: Any) -> Any:
     if not isinstance(value, ModelShard) or value.dim():
         return value
     whole = value.full_tensor()
-    return _GradientToShard.apply(whole.detach().requires_grad_(), [whole]) if whole.requires_grad else whole  # type: ignore[no-untyped-call]
+    return _ImmediateBackward.apply(whole.detach().requires_grad_(), [whole]) if whole.requires_grad else whole  # type: ignore[no-untyped-call]
 
 
-class _GradientToShard(torch.autograd.Function):
+class _ImmediateBackward(torch.autograd.Function):
     """Runs a number's backward at once, before FSDP2 writes gradients on streams that autograd does not wait for."""
 
     @staticmethod
