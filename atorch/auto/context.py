@@ -134,7 +134,7 @@ class Context:
     fp32_values: MutableMapping[torch.Tensor, torch.Tensor] = field(default_factory=dict)  # parameter → value
     initial: ValueSource | None = None  # of a model on the meta device; None if it has values, or gets none
     rank_weights: list[LossRescaler] = field(default_factory=list)  # of what was built, by kind of batch
-    shared_cache: MutableMapping[str, Any] = field(default_factory=dict)  # of all candidates
+    seen: MutableMapping[str, Any] = field(default_factory=dict)  # observations of the model, shared by all candidates
     other_modules: OtherModules = field(default_factory=OtherModules)  # that loss_func and prepare_input reach
     other_gradients: OtherGradients = field(default_factory=OtherGradients)  # to restore after trial passes
     already_warned: MutableSet[str] = field(default_factory=set)  # warnings already given, at most once a job

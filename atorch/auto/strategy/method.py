@@ -231,7 +231,7 @@ class Method(BaseModel):
     def check_at_work(self, ctx: Context) -> None:
         """As `check`, for faults that show only when the user's model runs on `ctx.sample_batch`.
 
-        A search calls it before a dry run. It changes nothing; `ctx.shared_cache` keeps observations.
+        A search calls it before a dry run. It changes nothing; observations go to `ctx.seen`, for all candidates.
         """
 
     def check_optimizer(self, ctx: Context) -> None:

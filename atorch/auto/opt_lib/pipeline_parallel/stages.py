@@ -126,9 +126,9 @@ def check_at_work(ctx: Context, method: PipelineParallel) -> None:
     if reason is None or method.split_points or ctx.sample_batch is None or changes_modules(ctx):
         return
     (model,) = ctx.parts
-    if _CALLS not in ctx.shared_cache:
-        ctx.shared_cache[_CALLS] = _calls(ctx, model)
-    calls = ctx.shared_cache[_CALLS]
+    if _CALLS not in ctx.seen:
+        ctx.seen[_CALLS] = _calls(ctx, model)
+    calls = ctx.seen[_CALLS]
     if isinstance(calls, str):
         raise neither(calls, reason)
     try:
