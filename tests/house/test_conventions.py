@@ -41,7 +41,7 @@ BLIND_EXCEPTS: Mapping[str, str] = {
     "atorch/checkpoint/files.py:save": "raised again, once the files of the failed save are removed",
     "atorch/distributed/collectives.py:call_on_all_ranks": "raised again on all ranks, which would wait forever",
     "atorch/distributed/collectives.py:all_or_none": "raised again on all ranks, which would wait forever",
-    "atorch/distributed/fingerprints.py:described_dataset": (
+    "atorch/distributed/fingerprints.py:facts_of_dataset": (
         "what a user's __len__ raises is no concern of a comparison"
     ),
     "atorch/runtime/loss/reduction_probe.py:ReductionProbe.holds": (
