@@ -228,5 +228,5 @@ def _need_for_steps(job: Job) -> None:
     if missing:
         raise ArgumentError(
             f"the fully automatic mode and dry runs take real steps, so they need {' and '.join(missing)}; "
-            "give it, or give a load_strategy alone"
+            "give it, or give only a load_strategy"
         )

@@ -188,7 +188,7 @@ def _reference_step(ctx: Context, shares: int, verify: bool) -> ReferenceStep:
     elif reference is None:
         reference = ReferenceStep(why_not="it takes optim_func, dataset and loss_func")
     if verify and reference.why_not is not None and can_step:
-        logger.warning("the strategy cannot be held to plain training's first pass: %s", reference.why_not)
+        logger.warning("the strategy cannot be compared with plain training's first pass: %s", reference.why_not)
     return reference
 
 

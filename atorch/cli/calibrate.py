@@ -45,11 +45,11 @@ Quick = Annotated[bool, typer.Option("--quick", help="A few seconds instead of h
 def calibrate(
     output: ClusterOutput = Path("cluster.json"), quick: Quick = False, runs: RunsFile = None, cluster: Cluster = None
 ) -> None:
-    """Measure this machine, its processes' links included, and write a cluster file.
+    """Measure this machine and the links between its processes, and write a cluster file.
 
     Links need several processes: torchrun --nproc-per-node 8 -m atorch calibrate
 
-    With --runs FILE --cluster TEXT, fit that cluster's constants to steps of your own: docs/clusters.md has the form.
+    With --runs FILE --cluster TEXT, fit that cluster's constants to steps that you timed: see docs/clusters.md.
     """
     if runs is not None:
         _fit(runs, cluster, output)

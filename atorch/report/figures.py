@@ -16,7 +16,7 @@ CATEGORIES: Mapping[str, str] = {
     "masters": "fp32 copies of 16-bit parameters",
     "transient": "gathered parameters, whole gradients, what the optimizer's step needs",
     "working": "what one operation needs in addition to what is saved",
-    "matmul": "products and attention",
+    "matmul": "matmuls and attention",
     "traffic": "operations that only move bytes, such as norms",
     "launch": "waiting for operations to be launched",
     "bubble": "stages of a pipeline waiting",
@@ -26,7 +26,7 @@ CATEGORIES: Mapping[str, str] = {
 """Meanings of categories of memory and time, without self-explanatory ones such as gradients."""
 
 WORK: Mapping[str, str] = {
-    "products": "matrix products",
+    "products": "matmuls",
     "attention": "attention",
     "traffic": "memory traffic",
     "launches": "launches",

@@ -230,10 +230,10 @@ SHARED = loading.DistributedSampler(PAIRS, num_replicas=2, rank=0)
     [
         (lambda: MyLoader(PAIRS), "dataset is a MyLoader, which may do more"),
         (iterated, "that was iterated and whose workers still run"),
-        (lambda: loading.DataLoader(PAIRS, sampler=SHARED), "a sampler that shares samples out already"),
+        (lambda: loading.DataLoader(PAIRS, sampler=SHARED), "a sampler that already divides samples"),
         (
             lambda: loading.DataLoader(PAIRS, batch_sampler=loading.BatchSampler(SHARED, 2, False)),
-            "shares samples out already",
+            "already divides samples",
         ),
         (
             lambda: loading.DataLoader(PAIRS, shuffle=True, generator=torch.Generator()),

@@ -165,7 +165,7 @@ def test_a_plan_for_experts_says_what_it_leaves_out():
     for experts, num_notes in ((None, 0), (Experts(count=4, top_k=2, ffn=512), 1)):
         profile = transformer_profile(TransformerShape(**shape, experts=experts))
         plan = plan_for(subject_of(profile, None, CLUSTER), CLUSTER, global_batch=8)
-        assert len([note for note in plan.notes if "expert_parallel, which is for plans alone" in note]) == num_notes
+        assert len([note for note in plan.notes if "expert_parallel, which is only for plans" in note]) == num_notes
         assert "expert_parallel" not in plan.strategy.names()
     one = ClusterSpec.load("1xH100-80GB")
     assert not plan_for(subject_of(profile, None, one), one, global_batch=8).notes

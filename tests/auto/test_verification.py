@@ -386,7 +386,7 @@ def test_where_plain_training_tells_nothing_that_is_said(
 ) -> None:
     with caplog.at_level(logging.WARNING, "atorch"):
         accelerate(Net(), [CHECKPOINT], **more)
-    assert "cannot be held to plain training's first pass" in caplog.text
+    assert "cannot be compared with plain training's first pass" in caplog.text
     assert reason in caplog.text
 
 

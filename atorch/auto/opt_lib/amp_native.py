@@ -37,8 +37,8 @@ class AmpNative(Precision):
     @property
     def numbers(self) -> str:
         return (
-            f"matrix products and what else autocast lists are computed in {self.dtype}; parameters, gradients and "
-            "optimizer stay in fp32"
+            f"matmuls and the other operations that autocast lists are computed in {self.dtype}; parameters, gradients "
+            "and optimizer stay in fp32"
         )
 
     def cost(self, cost: Cost) -> Cost:

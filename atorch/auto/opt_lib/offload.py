@@ -71,7 +71,7 @@ class Offload(Method):
     def unfit(self, cost: Cost) -> str | None:
         """Refuse parameters and optimizer states under chunk, which places them itself; activations are allowed."""
         if cost.budget_bytes < math.inf and (self.parameters or self.optimizer):
-            return "chunk decides which states wait in host memory; offload activations alone with it"
+            return "chunk decides which states wait in host memory; offload only activations with it"
         if self.activations and not _num_moved(self.activations, cost.num_blocks / cost.stages):
             return f"activations {self.activations:g} is less than one block of {cost.num_blocks / cost.stages:g}"
         return None
@@ -123,7 +123,7 @@ class Offload(Method):
             if other.places_states:
                 raise StrategyError(
                     f"offload was given optimizer with {other.name}, which decides itself which states wait in host "
-                    'memory; give it activations alone, ("offload", {"optimizer": 0.0, "activations": 1.0})'
+                    'memory; give it only activations, ("offload", {"optimizer": 0.0, "activations": 1.0})'
                 )
             if other.engine:
                 raise StrategyError(

@@ -73,7 +73,7 @@ class TensorParallel(Method):
     def unfit(self, cost: Cost) -> str | None:
         """Require heads, key/value groups and experts that divide evenly."""
         if all(matmul.split == "none" for segment in cost.segments for matmul in segment.matmuls):
-            return "no matrix product of the model can be split over tensor"
+            return "no matmul of the model can be split over tensor"
         return indivisible(cost.segments, cost.size("tensor"), "tensor", experts=True)
 
     @property

@@ -106,11 +106,11 @@ def beside_experts(job: PlanJob, plan: ClusterPlan) -> Iterator[str]:
             step_s = float(found.columns.step_s[row])
             told = f"{format_seconds(step_s)}, by {Strategy(found.columns.methods[row])}"
     if EXPERTS in plan.strategy.names():
-        yield f"{EXPERTS} is for plans alone: atorch cannot apply it yet; the best that it can: {told}"
+        yield f"{EXPERTS} is only for plans: atorch cannot apply it yet; the best that it can: {told}"
     elif step_s < plan.estimate.step_s:
-        yield f"with {EXPERTS}, which is for plans alone, a step would take {told} (plan it with --include {EXPERTS})"
+        yield f"with {EXPERTS}, which is only for plans, a step would take {told} (plan it with --include {EXPERTS})"
     else:
-        yield f"{EXPERTS}, which is for plans alone, would not make it faster"
+        yield f"{EXPERTS}, which is only for plans, would not make it faster"
 
 
 @dataclass(frozen=True)

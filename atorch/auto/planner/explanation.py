@@ -108,7 +108,7 @@ def _why(base: Estimate, estimate: Estimate) -> str:
 
 
 _NAMES: Mapping[str, str] = {
-    "matmul": "time in matrix products",
+    "matmul": "time in matmuls",
     "traffic": "time in memory traffic",
     "launch": "time in launches",
     "bubble": "the pipeline's bubble",
@@ -280,7 +280,7 @@ def _larger_clusters(job: J) -> Iterator[tuple[str, J]]:
 def _experts(job: J) -> Iterator[tuple[str, J]]:
     request = job.request
     if job.has_experts and EXPERTS not in (*request.included, *request.excluded):
-        text = f"train with a program that has {EXPERTS}, which is for plans alone here (--include {EXPERTS})"
+        text = f"train with a program that has {EXPERTS}, which is only for plans here (--include {EXPERTS})"
         yield text, job.with_request(included=(*request.included, EXPERTS))
 
 

@@ -33,7 +33,7 @@ RECIPE = ("lora", "qlora", "optimizer", "dtype", "attention")
 """Knobs that say how a model known by its shape is trained."""
 RANK = 16
 EXPERTS = "expert_parallel"
-"""The method that is for plans alone."""
+"""The method that is only for plans."""
 REFUSE: Mapping[str | None, tuple[str, ...]] = {
     "adafactor": ("chunk", "fsdp", "tensor_parallel", "zero2"),
     "muon": ("chunk", "tensor_parallel"),
@@ -49,7 +49,7 @@ class PlanRequest:
         objective: "step_time" and "throughput" choose the fastest step, which is the same at a given batch. "cost":
             the least device-seconds a step, on the cluster or a part of it. "fewest_devices": the smallest part that
             fits, and the fastest there.
-        lora: the rank of adapters beside frozen weights, or "RANK:targets", such as "16:q,v"; by default beside every
+        lora: the rank of adapters on frozen weights, or "RANK:targets", such as "16:q,v"; by default on every
             linear layer of blocks. `qlora` freezes them in 4 bits.
         optimizer, dtype, attention: as `CHOICES` has them; of models that are known by their shape, like `lora`.
         cross_entropy: "chunked" includes the method cross_entropy.
@@ -210,8 +210,8 @@ def names_in(given: Iterable[str] | None, argument: str) -> tuple[str, ...]:
     for name in names:
         if not isinstance(name, str):
             raise StrategyError(
-                f"{argument} has {shown(name)}; it has names of methods alone, as ['fsdp']. A method with its settings "
-                "goes into load_strategy, where finetune_strategy=True searches the settings that are left"
+                f"{argument} has {shown(name)}; it takes only names of methods, as ['fsdp']. A method with its "
+                "settings goes into load_strategy, where finetune_strategy=True searches the settings that are left"
             )
         METHODS[name]
     return names

@@ -225,7 +225,7 @@ def compositions(
     for name in (*names_in(included, "included"), *(() if fixed is None else fixed.names())):
         if METHODS[name].planned_only:
             raise CapabilityError(
-                f"{name} is for plans alone: no program applies it yet; leave it out, or plan with it for a cluster "
+                f"{name} is only for plans: no program applies it yet; leave it out, or plan with it for a cluster "
                 f"(atorch plan --include {name})"
             )
     if fixed is not None:

@@ -316,7 +316,7 @@ def _sampler(
     if (shares, getattr(sampler, "rank", rank)) != (size, rank):
         raise ArgumentError(
             f"the sampler in dataloader_args is for rank {getattr(sampler, 'rank', rank)} of {shares}, but this "
-            f"process is {rank} of {size} that see different samples; leave sharing out to auto_accelerate: give the "
+            f"process is {rank} of {size} that see different samples; let auto_accelerate divide the samples: give the "
             "class as distributed_sampler_cls"
         )
     return sampler  # type: ignore[no-any-return]

@@ -235,7 +235,7 @@ def run(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if joins and func is torch.autograd.grad:
             raise ArgumentError(
                 f"torch.autograd.grad was asked for the gradient of {first.path}, which is sharded: its gradient comes "
-                "to the shards by loss.backward() alone; call that, and read parameter.grad"
+                "to the shards only by loss.backward(); call that, and read parameter.grad"
             )
         if isinstance(into, ModelShard):
             _settle(into)

@@ -295,7 +295,7 @@ class ReductionProbe:
         return StrategyError(
             f"the loss is averaged over the processes, but {why}. If it is a mean over rows, of which every process "
             "has as many, that equals the loss on one process. If it compares samples with one another (in-batch "
-            "negatives, CLIP, triplets), each process compares its own alone. Say with auto_accelerate's loss_weight "
+            "negatives, CLIP, triplets), each process compares only its own. Say with auto_accelerate's loss_weight "
             "what it is a mean over: 'rows' for what it is now, 'sum', 'labels', 'shifted_labels', the name of a mask "
             "in the batch, or a function of the batch that counts"
         )

@@ -153,7 +153,7 @@ class _Aside(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         raise ArgumentError(
             "backward was called on another item of what loss_func returned than the first. Under micro_batch and "
-            "pipeline_parallel gradients are those of the first alone; add the losses up in loss_func, or leave "
+            "pipeline_parallel gradients are only those of the first; add the losses up in loss_func, or leave "
             "micro_batch and pipeline_parallel out"
         )
 

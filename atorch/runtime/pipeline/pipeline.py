@@ -64,8 +64,8 @@ class Pipeline(Wrapper):
             for place, leaf in leaves_of({**dict(enumerate(args)), **kwargs}, "argument"):
                 if isinstance(leaf, Tensor) and leaf.requires_grad:
                     raise ArgumentError(
-                        f"{place} of the pipelined model requires a gradient, which the first stage's "
-                        "process alone would get; detach it, or let a module of the model compute it"
+                        f"{place} of the pipelined model requires a gradient, which only the first "
+                        "stage's process would get; detach it, or let a module of the model compute it"
                     )
             return Deferred(self, args, kwargs)
         outputs: list[Any] = []
@@ -177,9 +177,9 @@ class PipelinedLoss:
             return
         if not is_captured(get_gradient_edge(self._named[name]).node):
             raise ArgumentError(
-                f"backward came to {name} by another way than the loss of loss_func, such as a penalty that the loop "
-                "computes of model.parameters(). A process has those of its stages alone. Compute it in loss_func, "
-                "which is given all that it takes from the model, or use the optimizer's weight_decay"
+                f"backward came to {name} by another path than the loss of loss_func, such as a penalty that the loop "
+                "computes of model.parameters(). A process has only those of its own stages. Compute it in "
+                "loss_func, which gets all parameters that it reads, or use the optimizer's weight_decay"
             )
 
     def _factor(self, call: _Call, is_gathered: bool) -> float:

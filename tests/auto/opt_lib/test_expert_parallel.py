@@ -33,9 +33,9 @@ def test_by_default_a_plan_can_be_applied_and_tells_what_experts_would_gain():
     size = split.strategy.get(ExpertParallel).size
     assert split.estimate.step_s < plain.estimate.step_s
     assert f"expert_parallel(size={size})" in plain.notes[-1]
-    assert "for plans alone, a step would take" in plain.notes[-1]
+    assert "only for plans, a step would take" in plain.notes[-1]
     assert split.notes[-1].startswith(
-        "expert_parallel is for plans alone: atorch cannot apply it yet; the best that it can: "
+        "expert_parallel is only for plans: atorch cannot apply it yet; the best that it can: "
     )
     assert str(plain.strategy) in split.notes[-1]
     assert not [note for note in planned(excluded=["expert_parallel"]).notes if "expert" in note]
@@ -77,12 +77,12 @@ def test_a_model_without_experts_is_refused():
 
 
 def test_nothing_applies_it():
-    told = "for plans alone: .* Leave it out, which leaves checkpoint; or train with Megatron-LM or torchtitan"
+    told = "only for plans: .* Leave it out, which leaves checkpoint; or train with Megatron-LM or torchtitan"
     with pytest.raises(StrategyError, match=told):
         auto_accelerate(make_model(), load_strategy=["checkpoint", ("expert_parallel", {"size": 2})], **arguments())
     with pytest.raises(CapabilityError, match="plan with it for a cluster"):
         compositions(PROFILE, CLUSTER, included=["expert_parallel"])
-    with pytest.raises(CapabilityError, match="expert_parallel is for plans alone"):
+    with pytest.raises(CapabilityError, match="expert_parallel is only for plans"):
         compositions(PROFILE, CLUSTER, fixed=Strategy.of([("expert_parallel", {"size": 2})]))
 
 
