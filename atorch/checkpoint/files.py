@@ -108,10 +108,12 @@ def save(
         ranks = gather_objects((own, rank_json, made))
         listed = [of_rank for of_rank, *_ in ranks]
         owned = _owned(listed, rank)
+        # By box, since a process may hold one box twice.
+        boxes = {(name, box): values for name, tensor in local.items() for box, values in tensor.pieces}
         pieces = [
-            (name, dtype_name(name, tensor.dtype), box, values)
-            for name, tensor in local.items()
-            for box, values in {box: values for box, values in tensor.pieces if (name, box) in owned}.items()
+            (name, dtype_name(name, local[name].dtype), box, values)
+            for (name, box), values in boxes.items()
+            if (name, box) in owned
         ]
         saved = {name: Saved(shape, dtype) for items in listed for name, shape, dtype, _ in items}
         by_ranks = [of_rank for _, of_rank, _ in ranks]

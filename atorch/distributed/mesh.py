@@ -53,6 +53,7 @@ def rank_table(
     if instances and 0 < size < world_size and world_size % size == 0:
         order = range(world_size) if rank_order is None else rank_order
         _check((*slices, ("", world_size // size)), world_size, rank_order)
+        # The tables number the ranks of one mesh from 0; `mesh[i]` is the job's rank.
         meshes = [order[start : start + size] for start in range(0, world_size, size)]
         tables = [rank_table(slices, size) for _ in meshes]
         return {

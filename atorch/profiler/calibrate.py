@@ -140,7 +140,8 @@ def _assumptions(world: World) -> Notes:
 def _slowest(measured: Mapping[FigureName, float]) -> dict[FigureName, float]:
     """The maximum over processes of every timing that all have: a step waits for the slowest process."""
     by_rank = gather_objects(dict(measured))
-    return {name: max(times[name] for times in by_rank) for name in measured if all(name in times for times in by_rank)}
+    common = [name for name in measured if all(name in times for times in by_rank)]
+    return {name: max(times[name] for times in by_rank) for name in common}
 
 
 def _device(device: DeviceSpec, is_known: bool, place: torch.device, budget_s: float) -> tuple[DeviceSpec, Notes]:

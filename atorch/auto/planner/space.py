@@ -87,9 +87,8 @@ class Space:
         """Depth → names of the methods of later levels, and the axes that they may split over."""
         rests = [self.levels[depth:] for depth in range(len(self.levels) + 1)]
         names = [frozenset(level.kind.name for level in rest) for rest in rests]
-        axes = [
-            frozenset(axis for level in rest for choice in level.choices for axis in choice.splits) for rest in rests
-        ]
+        choices = [[choice for level in rest for choice in level.choices] for rest in rests]
+        axes = [frozenset(axis for choice in later for axis in choice.splits) for later in choices]
         return list(zip(names, axes, strict=True))
 
     @cached_property

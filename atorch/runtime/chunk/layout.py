@@ -161,10 +161,11 @@ class Packer:
             begins, ends = np.array(row.begins, dtype=np.int64), np.array(row.ends, dtype=np.int64)
             numels.append(ends[until - 1] - begins[starts])
         first, numel = np.concatenate(firsts), np.concatenate(numels)
-        order = np.argsort(first)
+        order = np.argsort(first)  # chunks in the order of their first items
         place = np.empty_like(order)
         place[order] = np.arange(len(order))
         chunk_of = np.empty(len(self.items), dtype=np.int64)
+        # `members` lists items chunk by chunk, so each chunk's place is repeated for as many items as it has.
         chunk_of[np.concatenate(members)] = np.repeat(place, np.concatenate(lengths))
         allocated = -(-numel // self._shards) * self._shards
         return ChunkAssignment(chunk_of, first[order].tolist(), allocated[order].tolist())

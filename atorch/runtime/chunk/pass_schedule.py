@@ -89,12 +89,15 @@ class PassArrays:
         if shards > 1:
             other = other + self.gathered_bytes(chunk_of, gathering, shards)
         num_chunks = int(chunk_of.max()) + 1
+        # One number for each pair of access and chunk, so that sorting puts equal pairs side by side.
         keys = np.sort(self._by * num_chunks + chunk_of[self._used], kind="stable")  # nearly sorted already
         keys = keys[np.append(True, keys[1:] != keys[:-1])]
         by, chunks = np.divmod(keys, num_chunks)
         lengths = np.bincount(by, minlength=len(other))
         begins = np.append(0, lengths.cumsum())
         before = np.append(lengths[0], lengths[:-1])
+        # Each chunk is compared with the one at its place in the access before. Two accesses need the same chunks if
+        # they have equally many, and the count of differences does not grow within the second.
         differs = np.append(0, (chunks != chunks[np.maximum(np.arange(len(by)) - before[by], 0)]).cumsum())
         is_new = (lengths != before) | (differs[begins[1:]] != differs[begins[:-1]])
         is_new[0] = True
@@ -115,6 +118,7 @@ class PassArrays:
         end, chunks = len(self._other_bytes), chunk_of[self._come]
         first, last = np.full(len(gathering), -1), np.full(len(gathering), -1)
         order = np.zeros(len(gathering), dtype=np.int64)
+        # If an index repeats, numpy keeps its last write: reversed, that is a chunk's first gradient.
         first[chunks[::-1]], order[chunks[::-1]] = self._positions[::-1], np.arange(len(chunks))[::-1]
         last[chunks] = self._positions
         is_missing = np.ones(len(chunk_of), dtype=bool)

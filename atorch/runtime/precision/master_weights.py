@@ -232,11 +232,11 @@ def _steps_masters(optimizer: Optimizer | None) -> bool:
 
 def without_masters(saved: dict[str, Any]) -> dict[str, Any]:
     """A state of `MasterWeights` as one of the inner optimizer."""
-    entries = {
-        number: {key: value for key, value in entry.items() if key != MASTER} if _has_master(entry) else entry
-        for number, entry in saved["state"].items()
-    }
-    state = {number: entry for number, entry in entries.items() if entry or not _has_master(saved["state"][number])}
+    state = {}
+    for number, entry in saved["state"].items():
+        rest = {key: value for key, value in entry.items() if key != MASTER} if _has_master(entry) else entry
+        if rest or not _has_master(entry):  # an optimizer without states, such as SGD, had an entry for its master only
+            state[number] = rest
     groups = [{key: value for key, value in group.items() if key != HAS_MASTERS} for group in saved["param_groups"]]
     return {**saved, "state": state, "param_groups": groups}
 
