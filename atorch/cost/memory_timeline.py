@@ -127,7 +127,7 @@ class _Copy(NamedTuple):
     stored_state: float
     kept: float  # activations saved for backward
     again: float  # activations that are recomputed instead of kept
-    results: float  # of products: their gradients are needed for the weights' gradients
+    results: float  # of matmuls: their gradients are needed for the weights' gradients
     working: float  # needed by backward in addition
     weights: float  # elements of the weights of different shapes
 
@@ -197,7 +197,7 @@ def _moments(
 
     If no forward comes between, one micro-batch less is in flight in the second backward; in an interleaved schedule,
     one piece of it less. All gradients exist then. Micro-batches whose weights' gradients are deferred hold the
-    gradients of products' results. With recomputation the recomputed activations of all micro-batches in flight, and
+    gradients of matmuls' results. With recomputation the recomputed activations of all micro-batches in flight, and
     one more, are live: simulated with 4 stages, within 11 %.
     """
     in_flight, waiting = stage.in_flight, stage.waiting
@@ -359,5 +359,5 @@ def _kept_when_recomputed(terms: Terms, segment: Segment, inside: float, outside
 
 
 def _num_sums(segment: Segment) -> float:
-    """The number of products whose results are added to the residual stream, so plain backward need not save them."""
+    """The number of matmuls whose results are added to the residual stream, so plain backward need not save them."""
     return sum(product.count for product in segment.matmuls if product.split == "rows" and not product.of_experts)

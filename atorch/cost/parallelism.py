@@ -40,7 +40,7 @@ def arrange(cost: Cost, sizes: Mapping[str, int]) -> Cost:
 
 
 def split_tensor(cost: Cost, *, splits_norms: bool = False) -> Cost:
-    """Split products by columns and rows over the tensor axis; with `splits_norms` split the rest by tokens.
+    """Split matmuls by columns and rows over the tensor axis; with `splits_norms` split the rest by tokens.
 
     Shoeybi et al. 2019, arXiv 1909.08053, section 3; Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.
     """
@@ -147,7 +147,7 @@ def shard(
     gathered over a step's micro-batches, and gradients full. Blocks are gathered again in backward unless
     `keeps_gathered`. Shards of gradients are all-reduced over `replicas`. FSDP2 copies parameters out of the gathered
     buffer, and gradients into another (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py). FSDP1's parameters
-    are views of the gathered buffer, so it copies gradients alone. Weights of 8-bit products may be gathered in 8 bits
+    are views of the gathered buffer, so it copies gradients alone. Weights of 8-bit matmuls may be gathered in 8 bits
     (`Cost.fp8_sent`).
     """
     shards, around = cost.size(*axes), _num_groups_around(cost.segments)
@@ -239,7 +239,7 @@ def _reduction(
 FLAT_BYTES = 32 * 2**20
 """Size of buckets of parameters to broadcast or gather (runtime/data_parallel/buckets.py, shard_buckets.py)."""
 MOST_VECTORS = 1024
-"""Limit of vectors in a copy of a segment: more elements would belong to weights without a product, not to vectors."""
+"""Limit of vectors in a copy of a segment: more elements would belong to weights without a matmul, not to vectors."""
 
 
 class Reductions(NamedTuple):
@@ -323,8 +323,8 @@ def _sizes(segments: tuple[Segment, ...], tensor: int, experts: float) -> tuple[
 
 
 def _of_copy(segment: Segment, tensor: int, experts: float) -> list[float]:
-    """Elements of each parameter of a copy. If sizes are unknown, or split, the products give the weights; the rest
-    (norms and biases) counts as vectors of the model's width. A segment without products is a table.
+    """Elements of each parameter of a copy. If sizes are unknown, or split, the matmuls give the weights; the rest
+    (norms and biases) counts as vectors of the model's width. A segment without matmuls is a table.
     """
     if segment.trainable_sizes and tensor == experts == 1:
         return list(segment.trainable_sizes)

@@ -17,17 +17,17 @@ from atorch.cost.profile import AttentionKind, Fp8Weights, ModelProfile, Segment
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "send"]
 
 RecomputePolicy = Literal["inputs", "selective", "results", "every second", "scores", "nothing"]
-"""Tensors of a block that recomputation keeps. "inputs": its inputs; "selective": saved results of products and
-attention; "results": its inputs and the results of every product and of attention; "every second": the same for every
-second product; "scores": all but attention's scores; "nothing": its inputs, on the host."""
+"""Tensors of a block that recomputation keeps. "inputs": its inputs; "selective": saved results of matmuls and
+attention; "results": its inputs and the results of every matmul and of attention; "every second": the same for every
+second matmul; "scores": all but attention's scores; "nothing": its inputs, on the host."""
 
 Fp8Scaling = Literal["delayed", "tensorwise", "rowwise", "rowwise_gw_hp", "blockwise"]
 """Scaling of operands to 8 bits: by the largest values of earlier steps, of the tensor, of each row, of each row except
 in the weight's gradient (which stays in high precision), or of blocks, such as 32 numbers in microscaling formats."""
 
 Beside = Literal["nothing", "weights", "chunks", "both"]
-"""Communication of a tensor split that overlaps with products. "weights": backward's sums, with products of weights'
-gradients; "chunks": inputs and results of products, chunk by chunk with the product itself; "both": the first so, the
+"""Communication of a tensor split that overlaps with matmuls. "weights": backward's sums, with matmuls of weights'
+gradients; "chunks": inputs and results of matmuls, chunk by chunk with the matmul itself; "both": the first so, the
 rest in chunks."""
 
 
@@ -119,20 +119,20 @@ class Cost:
     sends_beside: bool = False  # stages send and receive while they compute other micro-batches
     scatters_sends: bool = False  # each tensor rank sends its share, gathered on arrival: arXiv 2104.04473, 4.1
     interleave: int = 1  # pieces of the model on a stage
-    balances_flops: bool = False  # stages have equal FLOPs of products, not equal numbers of blocks
+    balances_flops: bool = False  # stages have equal FLOPs of matmuls, not equal numbers of blocks
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = "1f1b"
 
     # How it computes.
-    dtype: str = "float32"  # of products, except those in fp8
-    fp8: Fp8Scaling | None = None  # scaling of Linear layers' products in 8 bits; None: not in 8 bits
+    dtype: str = "float32"  # of matmuls, except those in fp8
+    fp8: Fp8Scaling | None = None  # scaling of Linear layers' matmuls in 8 bits; None: not in 8 bits
     fp8_outside: bool = False  # also those outside of blocks, mainly the head
     fp8_once: bool = False  # weights are cast once a step and kept for all micro-batches
-    fp8_sent: Fp8Weights = "none"  # weights of 8-bit products that FSDP2 would gather in 8 bits
-    fp8_gathers: bool = False  # tensor ranks gather the inputs of 8-bit products in 8 bits
-    adds_in_products: bool = False  # products of weights' gradients accumulate into those of earlier micro-batches
+    fp8_sent: Fp8Weights = "none"  # weights of 8-bit matmuls that FSDP2 would gather in 8 bits
+    fp8_gathers: bool = False  # tensor ranks gather the inputs of 8-bit matmuls in 8 bits
+    adds_in_products: bool = False  # matmuls of weights' gradients accumulate into those of earlier micro-batches
     activation_scale: float = 1.0  # bytes of activations over those traced
     attention_kernel: str = ""  # name of a fused kernel in cluster files; "": PyTorch's choice on the device
-    traffic_scale: float = 1.0  # bytes moved by operations other than products, over those traced
+    traffic_scale: float = 1.0  # bytes moved by operations other than matmuls, over those traced
     hop_wait_s: float = (
         0.0  # extra launch time of every hop of a collective, in a pipeline whose stages send between nodes
     )

@@ -223,7 +223,7 @@ class StepTimes:
             hidden += hiding
             carried[group.num_nodes > 1] += group.carrying_s(comm.kind, num_bytes)
             launch += comm.count * (launching + waiting_s * rounds_of(comm.kind) * (group.size - 1))
-        uncovered = max(0.0, overlapped - computed.matmul_s)  # hideable, but longer than the products that hide it
+        uncovered = max(0.0, overlapped - computed.matmul_s)  # hideable, but longer than the matmuls that hide it
         return _Copy(
             matmul_s=computed.matmul_s,
             traffic_s=computed.traffic_s,

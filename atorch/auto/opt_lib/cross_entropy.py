@@ -1,7 +1,7 @@
 """cross_entropy: the loss of a language model by chunks of tokens, so that all logits never exist together.
 
 Memory: logits, the parts that the loss saves, and their gradients exist for one chunk. The gradient of the head's
-weight exists from the loss on. Work: unchanged if the loss is one number for all tokens; otherwise one more product.
+weight exists from the loss on. Work: unchanged if the loss is one number for all tokens; otherwise one more matmul.
 """
 
 from __future__ import annotations

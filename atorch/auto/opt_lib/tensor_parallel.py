@@ -1,4 +1,4 @@
-"""tensor_parallel: each process computes a part of every matrix product, and the results are summed.
+"""tensor_parallel: each process computes a part of every matmul, and the results are summed.
 
 Memory: (parameters + gradients + optimizer states + activations) / tensor, from a column split to the next row split.
 Norms and residual streams stay full. Communication per block: two all-reduces of its activations in forward and two in
@@ -42,7 +42,7 @@ LAYOUT_KEY = "tensor_layout"
 
 @method("tensor_parallel", phase=Phase.TENSOR)
 class TensorParallel(Method):
-    """Split matrix products over the axis `tensor`."""
+    """Split matmuls over the axis `tensor`."""
 
     needs_sample: ClassVar[bool] = True
 
@@ -81,7 +81,7 @@ class TensorParallel(Method):
         return self.parameter_bytes is not None
 
     def cost(self, cost: Cost) -> Cost:
-        """Split the products, from which messages follow. Blocks get full embeddings."""
+        """Split the matmuls, from which messages follow. Blocks get full embeddings."""
         split = split_tensor(cost, splits_norms=cost.splits_norms)
         return split.replace(whole_outside=True, gathers_logits=not self.loss_parallel)
 

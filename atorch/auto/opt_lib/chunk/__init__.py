@@ -258,7 +258,7 @@ class Chunk(Method):
 
 
 def kept_by_products(device: torch.device) -> int:
-    """Bytes of cuBLAS workspaces, which matrix products keep on a CUDA device; fake tensors do not show them."""
+    """Bytes of cuBLAS workspaces, which matmuls keep on a CUDA device; fake tensors do not show them."""
     import torch
     from torch import nn
 
