@@ -221,7 +221,7 @@ class Trial:
 
     def __init__(self, machine: Machine, index: int, limit_s: float) -> None:
         self.failure: str | None = None
-        self.startup_s = self.elapsed_s = 0.0
+        self.startup_s = self.elapsed_s = self.first_step_s = 0.0
         self._machine, self._index = machine, index
 
     def start(self) -> bool:
@@ -231,7 +231,8 @@ class Trial:
         self._spend(build_s)
         if machine.is_late(self._index):
             self._spend(compile_s)
-        self._spend((FIRST_STEPS[kind] if self.failure is None else EVALUATION) * step_s)
+        self._spend((FIRST_STEPS[kind] - 1 if self.failure is None else EVALUATION) * step_s)
+        self.first_step_s = self.step() if self.failure is None else 0.0
         self.startup_s = self.elapsed_s
         return self.failure is None
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from tests.pool import modes, pool  # noqa: F401  a fixture
 
@@ -17,7 +17,7 @@ from tests.pool import modes, pool  # noqa: F401  a fixture
 os.environ["XDG_CACHE_HOME"] = os.devnull
 
 # A busy machine makes any example slow; a slow example is no fault.
-settings.register_profile("house", deadline=None)
+settings.register_profile("house", deadline=None, suppress_health_check=[HealthCheck.too_slow])  # machines are loaded
 settings.load_profile("house")
 
 

@@ -62,6 +62,7 @@ class Resumed(NamedTuple):
     extra: dict[str, Any]  # plain values; objects with `load_state_dict` were loaded in place
 
 
+@torch.inference_mode(False)
 def save_checkpoint(
     folder: AnyPath,
     result: AccelerateResult | nn.Module,
@@ -155,6 +156,7 @@ def _wait(result: AccelerateResult | nn.Module, call: str) -> None:
         all_or_none(writer.wait)
 
 
+@torch.inference_mode(False)
 def load_checkpoint(
     folder: AnyPath,
     result: AccelerateResult | nn.Module,
@@ -189,6 +191,7 @@ def load_checkpoint(
     return Resumed(checkpoint.step, loaded)
 
 
+@torch.inference_mode(False)
 def resume_or_start(
     folder: AnyPath, result: AccelerateResult | nn.Module, extra: Mapping[str, Any] | None = None
 ) -> int:

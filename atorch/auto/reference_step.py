@@ -287,7 +287,7 @@ def _run_plainly(
         return tensor.detach()  # an operation that saves its own output would hold itself forever
 
     mode = children_in_eval(model) if in_evaluation_mode else nullcontext()
-    preserved, no_user_hooks = ctx.other_modules.at_first(), without_user_hooks(model.parameters())
+    preserved, no_user_hooks = ctx.other_modules.at_first_watched(), without_user_hooks(model.parameters())
     with preserved, restored_state(model, ctx.device) as writes, mode, seeded(), torch.enable_grad(), no_user_hooks:
         attributes = Attributes(model)
         before, buffers = drawn(ctx.device), [buffer.clone() for buffer in model.buffers()]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -189,17 +189,32 @@ class OtherModules:
     def __init__(self, modules: Iterable[nn.Module] = (), earlier: OtherModules | None = None) -> None:
         self._modules = list(modules)
         self._first: list[ModuleState] = [ModuleState(self._modules), *(earlier._first if earlier else ())]
+        self._written: list[Writes] = earlier._written if earlier else []  # passes that wrote parameters
 
     @contextmanager
     def at_first(self) -> Iterator[None]:
-        """Restore the first buffers and attributes inside, and those of before afterwards."""
+        """Restore the first buffers, attributes and written parameters inside, and those of before afterwards."""
         before = ModuleState(self._modules)
-        for values in self._first:
+        for values in (*self._first, *self._written):
             values.restore()
         try:
             yield
         finally:
-            before.restore()
+            for values in (before, *self._written):
+                values.restore()
+
+    @contextmanager
+    def at_first_watched(self) -> Iterator[None]:
+        """As `at_first`, for an eager pass: its writes to parameters are undone, now and in each later `at_first`.
+
+        A teacher whose weights are an average of the model's is such a module.
+        """
+        with self.at_first(), ExitStack() as stack:
+            parameters = {id(p): p for module in self._modules for p in module.parameters()}
+            writes = Writes((str(key), parameter) for key, parameter in parameters.items())
+            stack.callback(lambda: self._written.append(writes) if writes else None)
+            stack.enter_context(writes)
+            yield
 
 
 @dataclass(frozen=True)
@@ -224,14 +239,14 @@ class ParameterWrite:
 
 
 class Writes(TorchDispatchMode):
-    """Records writes to a plain model's parameters inside, with the values before.
+    """Records writes to plain parameters inside, with the values before.
 
     Forward passes write parameters to update momentum encoders or to set data-dependent scales.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        named = ((name, parameter, parameter.data) for name, parameter in model.named_parameters())
+        named = ((name, parameter, parameter.data) for name, parameter in named_parameters if not is_lazy(parameter))
         self._parameters = {name: (parameter, data) for name, parameter, data in named if type(data) is Tensor}
         self._names: dict[int, list[str]] = {}
         for name, (_, values) in self._parameters.items():
@@ -255,16 +270,29 @@ class Writes(TorchDispatchMode):
     def changes(self) -> dict[str, ParameterWrite]:
         """Changes of the parameters whose values differ from before, by name."""
         changes = {}
-        for name, (parameter, values) in self._parameters.items():
+        for name in self._written():
+            parameter, values = self._parameters[name]
             before = self._before.get(name, values)
-            is_written = name in self._before or parameter.data.data_ptr() != values.data_ptr()
-            if is_written and before.is_floating_point() and not torch.equal(before, parameter.data):
+            if before.is_floating_point() and not torch.equal(before, parameter.data):
                 changes[name] = ParameterWrite.of(before, parameter.data)
         return changes
 
+    def _written(self) -> list[str]:
+        """Names of parameters that were written, or replaced by `parameter.data = …`."""
+        named = self._parameters.items()
+        replaced = [name for name, (parameter, data) in named if parameter.data.data_ptr() != data.data_ptr()]
+        return [*self._before, *(name for name in replaced if name not in self._before)]
+
+    def __bool__(self) -> bool:
+        """True if any parameter was written."""
+        return bool(self._written())
+
     def restore(self) -> None:
-        for name, before in self._before.items():
-            self._parameters[name][1].copy_(before)
+        for name in self._written():
+            parameter, values = self._parameters[name]
+            parameter.data = values
+            if name in self._before:
+                values.copy_(self._before[name])
 
 
 @contextmanager
@@ -285,7 +313,7 @@ def restored_state(model: nn.Module, device: torch.device) -> Iterator[Writes]:
             parameter.data = values.to(device)
     for buffer, values in buffers:
         buffer.data = values.to(device, copy=True)
-    writes = Writes(model)
+    writes = Writes(model.named_parameters())
     try:
         yield writes
     finally:

@@ -89,6 +89,11 @@ class Wrapper(nn.Module):
         """Load into the user's module, by the user's names."""
         return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
 
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+        """Give the user's module its entries, where a module that contains the wrapper loads (as AveragedModel)."""
+        for name in [name for name in state_dict if name.startswith(prefix)]:
+            state_dict[f"{prefix}module.{name.removeprefix(prefix)}"] = state_dict.pop(name)
+
 
 Make = Callable[..., Callable[..., Any]]
 Members = Callable[..., Mapping[str, Any]]

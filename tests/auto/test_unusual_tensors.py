@@ -179,7 +179,7 @@ def grown_buffers(model: Net) -> None:
 @pytest.mark.parametrize("change", [complex_parameter, grown_buffers])
 @pytest.mark.parametrize("given", [
     {"load_strategy": [("checkpoint", (nn.Linear,))]}, {"load_strategy": ["zero1"]},
-    {"load_strategy": [("micro_batch", {"count": 2})]},
+    {"load_strategy": [("micro_batch", {"count": 2})]}, {"load_strategy": ["offload"]},
     {"time_limit": 2, "calibration": False, "precision": "fp32", "excluded": ["compile"]},
 ])  # fmt: skip
 def test_what_grows_and_what_is_complex_train_as_in_plain_pytorch(change: Any, given: dict[str, Any]) -> None:

@@ -1,5 +1,6 @@
 """A strategy that computes something else than plain training is refused; one that computes the same never is."""
 
+import copy
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -555,6 +556,52 @@ def test_a_loss_with_a_state_is_checked_from_its_first_and_keeps_it(load_strateg
         accelerate(Net(), load_strategy, loss_func=function, **more)
         assert criterion.calls == 0
         assert not criterion.center.any()
+
+
+class Teacher(nn.Module):
+    """A loss with a teacher's layer, which is an average of what it saw, and a layer that it replaces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.average, self.replaced = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.requires_grad_(False)
+
+    def forward(self, batch: Any, output: torch.Tensor) -> torch.Tensor:
+        mean = output.detach().mean(0)
+        loss = loss_func(batch, output + self.average(mean) + self.replaced(mean))
+        self.average.weight.lerp_(mean.expand(3, 3), 0.5)
+        self.replaced.weight.data = self.replaced.weight.data * 0.5 + 0.1
+        return loss
+
+
+def teacher_after(rank: int, size: int, load_strategy: Any) -> None:
+    """A teacher's parameters are as before the start, and are written once a step."""
+    teacher, more = Teacher(), {"time_limit": 2, "calibration": False} if load_strategy is None else {}
+    expected, seen = copy.deepcopy(teacher), list[Any]()
+
+    def loss(batch: Any, output: torch.Tensor) -> torch.Tensor:
+        value = teacher(batch, output)
+        seen.append((batch, output.detach()))
+        return value
+
+    result = accelerate(Net(), load_strategy, loss_func=loss, **more)
+    for name, parameter in teacher.named_parameters():
+        assert torch.equal(parameter, expected.get_parameter(name)), name
+    batch = next(iter(result.dataloader))
+    seen.clear()
+    result.step(batch)
+    expected(*seen[0])
+    for name, parameter in teacher.named_parameters():
+        assert torch.equal(parameter, expected.get_parameter(name)), name
+
+
+@pytest.mark.parametrize("load_strategy", [[], ["checkpoint"], None], ids=str)
+def test_parameters_that_a_loss_writes_are_as_before_the_start(load_strategy: Any) -> None:
+    teacher_after(0, 1, load_strategy)
+
+
+def test_parameters_that_a_loss_writes_are_left_alone_by_probes_of_its_weight(pool: Pool) -> None:
+    pool.run(teacher_after, ["ddp"])
 
 
 @pytest.mark.parametrize("make", [lambda: nn.LazyBatchNorm1d(), lambda: nn.BatchNorm1d(3, device="meta")])

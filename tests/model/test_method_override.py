@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from atorch.model.wrapper import override
+from atorch.model.wrapper import Wrapper, override
 from tests.pool import on_ranks
 
 
@@ -81,3 +81,22 @@ def test_sharding_between_overrides(rank, size):
     fully_shard(module)
     override(module, "__call__", times, 10.0)
     assert module(torch.ones(2)).tolist() == [30.0, 30.0]
+
+
+class Transparent(Wrapper):
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+
+def test_a_module_around_a_wrapper_loads_what_it_saves():
+    """Such as torch's AveragedModel of an accelerated model."""
+    kinds = nn.Linear(3, 3), nn.BatchNorm1d(3), nn.MultiheadAttention(4, 2)
+    saved, loaded = (nn.ModuleList(Transparent(copy.deepcopy(module)) for module in kinds) for _ in range(2))
+    for parameter in loaded.parameters():
+        parameter.data.zero_()
+    loaded.load_state_dict(state := saved.state_dict())
+    assert list(state) == [f"{index}.{name}" for index, module in enumerate(kinds) for name in module.state_dict()]
+    for name, value in loaded.state_dict().items():
+        assert torch.equal(value, state[name]), name
+    assert "0.module.bias" in loaded.load_state_dict({}, strict=False).missing_keys

@@ -18,7 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 from atorch.distributed.collectives import all_or_none, gather_objects, is_fake_world, world_group
 from atorch.errors import ArgumentError, StrategyError
 from atorch.model.pytree import is_strings, leaves_of, map_leaves, map_tensors, tensors_in
-from atorch.model.state import children_in_eval, preserved_state
+from atorch.model.reachability import modules_reached
+from atorch.model.state import OtherModules, children_in_eval, preserved_state
 from atorch.model.user_functions import LossFunc, value_of
 from atorch.model.wrapper import Wrapper, override
 from atorch.runtime.data.batches import joined, portion, shared_rows
@@ -100,7 +101,7 @@ def losses_of(model: nn.Module, loss_func: LossFunc) -> LossesOf:
     def run(samples: Sequence[BatchAndOutput], runs_model: bool) -> list[float]:
         is_wrapped = isinstance(model, (Wrapper, DistributedDataParallel))
         inner: Any = model.module if is_wrapped else model
-        losses = []
+        losses, others = [], OtherModules(modules_reached((loss_func,), inner))
         # Parts of a batch have new shapes; a compiled model would be compiled again for each.
         # Scales of fp8 depend on the rows of a part.
         with (
@@ -109,7 +110,8 @@ def losses_of(model: nn.Module, loss_func: LossFunc) -> LossesOf:
         ):  # fmt: skip
             for batch, source in samples:
                 output = inner(*source[0], **source[1]) if runs_model else source
-                losses.append(float(value_of(loss_func(batch, output))))
+                with others.at_first_watched():
+                    losses.append(float(value_of(loss_func(batch, output))))
         return losses
 
     return run

@@ -276,11 +276,12 @@ class _StatesOfShown(MutableMapping[torch.Tensor, Any]):
 @torch.no_grad()
 def _norms(tensors: list[torch.Tensor]) -> list[tuple[list[int], torch.Tensor]]:
     """Indices of tensors by device, with norms in fp64, which show a change of a single element."""
+    values = [torch.view_as_real(tensor) if tensor.is_complex() else tensor.detach() for tensor in tensors]
     places: dict[torch.device, list[int]] = {}
-    for place, tensor in enumerate(tensors):
+    for place, tensor in enumerate(values):
         places.setdefault(tensor.device, []).append(place)
     return [
-        (indices, torch.stack(torch._foreach_norm([tensors[place].detach() for place in indices], dtype=torch.float64)))
+        (indices, torch.stack(torch._foreach_norm([values[place] for place in indices], dtype=torch.float64)))
         for indices in places.values()
     ]
 

@@ -34,7 +34,9 @@ class Placeholder(Tensor):
     passes_by: Callable[[], bool]
 
     @classmethod
-    def of(cls, path: str, tensor: Tensor, place: torch.device, passes_by: Callable[[], bool] = lambda: False) -> Placeholder:
+    def of(
+        cls, path: str, tensor: Tensor, place: torch.device, passes_by: Callable[[], bool] = lambda: False
+    ) -> Placeholder:
         """A placeholder for `tensor`, which the model has under the name `path`.
 
         passes_by: returns True while code runs whose results need no values.

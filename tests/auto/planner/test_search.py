@@ -235,15 +235,15 @@ def test_a_candidate_keeps_ties_is_real_and_takes_few_steps():
     trial = Trial(ctx, Strategy(), Coordinator(ctx.world), BatchCache(ctx), 30.0)
     outcome = measure(trial, 0.0, None)
     trial.close()
-    assert outcome.num_steps == 1
+    assert outcome.num_steps <= 2  # the first step, if the second takes as long
 
 
 @pytest.mark.parametrize(("steps", "taken"), [((1.0, 1.02), 2), ((1.0, 1.05, 1.0), 3), ((1.0, 2.0, 1.99), 2)])
 def test_two_long_steps_that_are_close_are_enough(steps, taken):
     left = iter(steps)
     trial = SimpleNamespace(
-        start=lambda: True, step=lambda: next(left), peak_bytes=lambda: 1.0, elapsed_s=0.0, startup_s=0.0,
-        memory_kind="none",
+        start=lambda: True, first_step_s=next(left), step=lambda: next(left), peak_bytes=lambda: 1.0, elapsed_s=0.0,
+        startup_s=0.0, memory_kind="none",
     )  # fmt: skip
     assert measure(trial, math.inf, None).num_steps == taken
 

@@ -37,7 +37,7 @@ from atorch.units import format_seconds
 
 MAX_RUNS = 16
 MIN_GAIN = 0.002  # share of a step: candidates with less expected gain are not run
-STEPS = 2  # least steps of a dry run after its start
+STEPS = 1  # least steps of a dry run after its start, whose first step counts too
 TRAINING_S = 3600.0  # assumed length of training, at least an epoch; trials must pay off within it
 TRAINING_LIMITS = 30.0  # and at least this many times the user's time limit of the search
 UNLIKELY = 0.02  # causes of failures, and candidates that run, with less probability are left out

@@ -71,12 +71,12 @@ def measure(trial: Trial, share_s: float, best_s: float | None) -> Measurement |
     """
     if not trial.start():
         return failure_of(trial)
-    steps: list[float] = []
-    for _ in range(WARM_UP):
+    steps = [trial.first_step_s]
+    for _ in range(WARM_UP - 1):
         seconds = trial.step()
         if seconds is None:
             return failure_of(trial)
-        is_steady = bool(steps) and abs(steps[-1] / seconds - 1) < STEADY
+        is_steady = abs(steps[-1] / seconds - 1) < STEADY
         steps = [*steps, seconds] if is_steady else [seconds]
         if is_steady or trial.elapsed_s + seconds > share_s:
             break

@@ -162,7 +162,7 @@ class Trial:
         limit_s: float = math.inf,
     ) -> None:
         self.strategy = strategy
-        self.startup_s = 0.0
+        self.startup_s = self.first_step_s = 0.0  # until the end of the first step; of it on the slowest rank
         self._base, self._feed = ctx, feed
         self._device = ctx.device
         self._applied: Context | None = None
@@ -194,6 +194,7 @@ class Trial:
                 return False
         seconds = self._guard.together(self._first_step)
         self.startup_s = self.elapsed_s
+        self.first_step_s = max(seconds or [0.0])
         return seconds is not None
 
     def step(self) -> float | None:
@@ -243,22 +244,21 @@ class Trial:
         return True
 
     def _first_step(self) -> float:
-        loss = self._step()
+        seconds, loss = self._step()
         if not bool(torch.isfinite(loss).all()):
             raise ArithmeticError(f"the loss of the first step is {float(loss)}")
-        return 0.0
+        return seconds
 
     def _timed_step(self) -> float:
+        return self._step()[0]
+
+    def _step(self) -> tuple[float, torch.Tensor]:
+        assert self._result is not None, "started"
         self._synchronize()
         start = time.perf_counter()
-        self._step()
+        loss = self._result.step(next(self._batches))
         self._synchronize()
-        return time.perf_counter() - start
-
-    def _step(self) -> torch.Tensor:
-        assert self._result is not None, "started"
-        loss: torch.Tensor = self._result.step(next(self._batches))
-        return loss
+        return time.perf_counter() - start, loss
 
     def _synchronize(self) -> None:
         if self._device.type == "cuda":
