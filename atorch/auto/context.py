@@ -133,7 +133,7 @@ class Context:
     loss_scale: Callable[[], float] = _unscaled  # factor of gradients until the optimizer steps
     fp32_values: MutableMapping[torch.Tensor, torch.Tensor] = field(default_factory=dict)  # parameter → value
     initial: ValueSource | None = None  # of a model on the meta device; None if it has values, or gets none
-    rank_weights: list[LossRescaler] = field(default_factory=list)  # of what was built, by kind of batch
+    rescalers: list[LossRescaler] = field(default_factory=list)  # of what was built, by kind of batch
     seen: MutableMapping[str, Any] = field(default_factory=dict)  # observations of the model, shared by all candidates
     other_modules: OtherModules = field(default_factory=OtherModules)  # that loss_func and prepare_input reach
     other_gradients: OtherGradients = field(default_factory=OtherGradients)  # to restore after trial passes
@@ -243,7 +243,7 @@ class Context:
 
         return write
 
-    def rank_weight(self, rule: LossWeight, loader: DataLoader[Any] | None) -> LossRescaler | None:
+    def rescaler(self, rule: LossWeight, loader: DataLoader[Any] | None) -> LossRescaler | None:
         """The weight of this rank's loss among those of ranks with other samples; None if there are no such ranks.
 
         loader: the job's loader, which gives every rank equally many rows.
@@ -252,7 +252,7 @@ class Context:
             return None
         group = self.need_mesh().group(*BATCH_AXES)
         weight = LossRescaler(rule, group, lambda rows: shares_out(loader, rows), self.already_warned)
-        self.rank_weights.append(weight)
+        self.rescalers.append(weight)
         return weight
 
     def num_counts(self, batch: Any) -> int:
@@ -261,7 +261,7 @@ class Context:
 
     def _weighted(self, model: nn.Module, loss_func: LossFunc, loader: DataLoader[Any] | None) -> LossFunc:
         def make() -> LossRescaler:
-            weight = self.rank_weight(LossWeight(self.loss_weight, tolerance_of(self.compute_dtype)), loader)
+            weight = self.rescaler(LossWeight(self.loss_weight, tolerance_of(self.compute_dtype)), loader)
             assert weight is not None, "there are several ranks"
             return weight
 

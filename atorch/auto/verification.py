@@ -226,7 +226,7 @@ def _pass(
         if model.training:
             _warn_of_counters(applied, expected.counters, attributes.counters())
             lost = not_as_written(_values(model, expected.changes), expected.changes, applied.layout, group)
-    weight = applied.rank_weights[-1].last if applied.rank_weights else 1.0
+    weight = applied.rescalers[-1].last if applied.rescalers else 1.0
     part = weight * float(loss.detach()) if weight else 0.0
     share = applied.need_mesh().rank(*BATCH_AXES)
     return gather_objects(_Pass(share, weight, part, state, time.monotonic() - began)), lost
@@ -235,7 +235,7 @@ def _pass(
 def _is_explained(applied: Context) -> bool:
     """True if the losses of processes are known to combine to the batch's; a rule named by the user is not checked."""
     is_named = applied.need_mesh().size(*BATCH_AXES) > 1 and applied.loss_weight != "auto"
-    return not is_named and all(weight.is_explained for weight in applied.rank_weights)
+    return not is_named and all(weight.is_explained for weight in applied.rescalers)
 
 
 def _reference(

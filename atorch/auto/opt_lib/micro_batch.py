@@ -157,7 +157,7 @@ class MicroBatch(Method):
                 self.loss_weight if self.loss_weight != "auto" else ctx.loss_weight,
                 tolerance_of(ctx.compute_dtype),
                 self.reduce,
-                lambda rule: ctx.rank_weight(rule, built.dataloader),
+                lambda rule: ctx.rescaler(rule, built.dataloader),
             )
             return replace(built, loss_func=loss_func, rescales_loss=True)
 

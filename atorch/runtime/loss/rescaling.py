@@ -261,7 +261,7 @@ class RescaledLoss:
         if weight.is_plain:
             return loss
         share = weight.share(batch, shared_rows(batch) or 1, probe)
-        if all(rank_weight.is_closed for rank_weight in self._weights.values()):
+        if all(rescaler.is_closed for rescaler in self._weights.values()):
             self._calls.forget([of_call for _, of_call in self._weights])
         if share.is_plain:
             return loss

@@ -82,7 +82,7 @@ def split(ctx: Context, method: PipelineParallel) -> Context:
             batches.loss_weight,
             tolerance,
             replicas,
-            lambda rule: ctx.rank_weight(rule, built.dataloader),
+            lambda rule: ctx.rescaler(rule, built.dataloader),
         )
         sample = ctx.prepare_input(ctx.sample_batch, ctx.device)
         loss_func.settle(sample, ctx.call_model(pipeline, sample))

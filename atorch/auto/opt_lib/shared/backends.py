@@ -192,7 +192,7 @@ def deepspeed_pipeline(
         config=method.ds_config,
         loss_weight=batches.loss_weight,
         tolerance=tolerance,
-        over_ranks=lambda rule: ctx.rank_weight(rule, built.dataloader),
+        over_ranks=lambda rule: ctx.rescaler(rule, built.dataloader),
     )
     return replace(
         built,

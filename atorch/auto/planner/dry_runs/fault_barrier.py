@@ -306,7 +306,7 @@ def attempt(ctx: Context, work: Callable[[Context], T], more_bytes: float | None
 
     timeout_s = ctx.world.timeout.total_seconds()
     guard = FaultBarrier(ctx.world, coordinator, on_failure, timeout_s=timeout_s, what="the choice's start")
-    isolated = replace(ctx, rank_weights=[], fp32_values={})
+    isolated = replace(ctx, rescalers=[], fp32_values={})
 
     def working() -> None:
         is_watched = more_bytes is not None and ctx.device.type == "cuda"

@@ -66,7 +66,7 @@ def candidate(ctx: Context, *, in_parts: bool = False) -> Context:
             return candidate(ctx)
         made = replace(made, initial=values)
     make_writable([*made.root.parameters(), *made.root.buffers()])
-    return replace(made, mesh=None, make_loader=None, rank_weights=[])
+    return replace(made, mesh=None, make_loader=None, rescalers=[])
 
 
 @contextmanager
