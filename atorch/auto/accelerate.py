@@ -202,9 +202,9 @@ def plan(model: Any, *given: Any, cluster: Any = None, **kargs: Any) -> Plan:
     if is_source(model):
         return plan_of(model, given, cluster, kargs)
     if cluster is not None:
-        from atorch.auto.plan_for_cluster import plan_for_other_cluster
+        from atorch.auto.plan_for_cluster import plan_for_cluster
 
-        return plan_for_other_cluster(model, given, cluster, kargs)
+        return plan_for_cluster(model, given, cluster, kargs)
     from atorch.auto.arguments import call_of_plan
     from atorch.auto.session import searched
 

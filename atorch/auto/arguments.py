@@ -28,7 +28,7 @@ from atorch.auto.argument_names import argument_remedy, name_positional
 from atorch.auto.checks import Arguments
 from atorch.auto.job import Job
 from atorch.auto.planner.request import PLAN_OPTIONS
-from atorch.auto.strategy import PRECISION_LEVELS, PrecisionLevel, Strategy
+from atorch.auto.strategy import PRECISIONS, PrecisionLevel, Strategy
 from atorch.distributed import world as worlds
 from atorch.distributed.collectives import call_on_all_ranks
 from atorch.distributed.fingerprints import Fact, Facts, facts_of, facts_of_dataset, facts_of_model, structure
@@ -86,7 +86,7 @@ class CallOptions(Arguments):
     time_limit: float | None = Field(None, gt=0, description="a number of seconds above 0, or None")
     precision: PrecisionLevel | None = Field(
         None,
-        description=f"the lowest that you allow: one of {', '.join(map(repr, PRECISION_LEVELS))}, or None for "
+        description=f"the lowest that you allow: one of {', '.join(map(repr, PRECISIONS))}, or None for "
         "'autocast' and lower only where nothing else fits",
     )
     calibration: Annotated[bool | str | os.PathLike[str], AfterValidator(_file)] = Field(

@@ -54,9 +54,7 @@ class Subject:
     model: str | None = None  # its id on the Hub, if it has one
 
 
-def plan_for_other_cluster(
-    model: Any, positional: Sequence[Any], cluster: Any, keywords: Mapping[str, Any]
-) -> ClusterPlan:
+def plan_for_cluster(model: Any, positional: Sequence[Any], cluster: Any, keywords: Mapping[str, Any]) -> ClusterPlan:
     """Carry out `plan` for a cluster.
 
     Raises:

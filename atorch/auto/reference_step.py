@@ -327,7 +327,6 @@ def _adds_up(ctx: Context, batch: Any, within: Within, band: float) -> bool:
 
 
 def repeated(batch: Any, times: int) -> Any:
-    """The batch, concatenated `times` times."""
     rows, whole = num_rows(batch=batch), batch
     for count in range(1, times):
         whole = joined(whole, batch, count * rows, rows)

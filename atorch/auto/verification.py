@@ -191,11 +191,8 @@ def _run_at_scale(
         norm = None  # scaled gradients overflowed
     parts = [{report.share: report.part for report in ranks} for ranks in passes]
     losses = [sum(by_share.values()) / len(by_share) for by_share in parts]
-    return (
-        StepMetrics(sum(losses) / len(losses), norm, farthest=far, lost=lost, drawn=reports[0].drawn),
-        plain,
-        is_exact,
-    )
+    metrics = StepMetrics(sum(losses) / len(losses), norm, farthest=far, lost=lost, drawn=reports[0].drawn)
+    return metrics, plain, is_exact
 
 
 class _Pass(NamedTuple):

@@ -111,7 +111,6 @@ def remove(path: Path, step: int) -> None:
 
 
 def name_of(step: int) -> str:
-    """The name of a checkpoint's folder."""
     return f"step-{step:09}"
 
 

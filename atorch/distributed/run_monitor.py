@@ -130,7 +130,6 @@ class _Watchdog:
         self._thread.start()
 
     def step(self) -> None:
-        """Begin the next step."""
         now = time.monotonic()
         self._durations_s.append(now - self._began)
         self._began, self._num_steps, self._num_warnings = now, self._num_steps + 1, 0

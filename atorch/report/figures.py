@@ -270,7 +270,6 @@ def step_of(rejected: Mapping[str, Any]) -> float:
 
 
 def counterfactual(entry: Mapping[str, Any]) -> str:
-    """One counterfactual in a sentence."""
     if entry["ratio"] is None:
         return f"{entry['change']} {entry['reason']}"
     return f"{entry['change']} would be {_compared(entry['ratio'])}: {entry['reason']}"

@@ -36,7 +36,7 @@ from atorch.smp.model import DistributedModel
 from atorch.smp.model_creation import delayed_values, fill
 from atorch.smp.partitioning import PartitionChoice, auto_units, divided_by_cost, divided_by_hand, units_by_hand
 from atorch.smp.session import Session, session, tracing
-from atorch.smp.steps.averaging import Averaging, PartGradientSync, check_degrees, sharded
+from atorch.smp.steps.averaging import Averaging, PartSync, check_degrees, sharded
 from atorch.smp.steps.micro_batch_run import MicroBatchRun
 from atorch.smp.steps.precision import half_of, halve, widen_output
 from atorch.smp.steps.runner import Runner
@@ -172,7 +172,7 @@ def partition(owner: Session, model: DistributedModel, function: Function, sampl
     averaging = None if passes is not None else _averaging(owner, model, parts)
     engine = ties = None
     if len(division.places) > 1:
-        reductions = [PartGradientSync(part, averaging, faults.append) for part in parts]
+        reductions = [PartSync(part, averaging, faults.append) for part in parts]
         group = mesh.group("pipeline")
         schedule = by_torch(placed, config.microbatches)
         engine = Engine(parts, schedule, group, owner.device, reductions=reductions)

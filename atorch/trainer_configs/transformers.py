@@ -284,7 +284,6 @@ def text_of(setup: TrainingSetup, **more: Any) -> str:
 
 
 def flags_of(setup: TrainingSetup, **more: Any) -> str:
-    """The arguments as flags of a command."""
     words = []
     for name, value in arguments_of(setup, **more).items():
         listed = value if isinstance(value, list) else [value]
@@ -293,7 +292,6 @@ def flags_of(setup: TrainingSetup, **more: Any) -> str:
 
 
 def lacking(strategy: Strategy) -> Iterator[str]:
-    """See `Target.lacks`."""
     from atorch.trainer_configs import accelerate
 
     axes = [axis for method in strategy for axis, _ in getattr(method, "slices", ()) if axis != "data"]
@@ -305,7 +303,6 @@ def lacking(strategy: Strategy) -> Iterator[str]:
 
 
 def write(setup: TrainingSetup) -> dict[str, str]:
-    """See `Target.write`."""
     more = {"torch_compile": True} if "compile" in setup.methods else {}
     return {NAME: text_of(setup, **_fsdp_of(setup), **more)}
 
@@ -320,7 +317,6 @@ def _fsdp_of(setup: TrainingSetup) -> dict[str, Any]:
 
 
 def command(setup: TrainingSetup) -> str:
-    """See `Target.command`."""
     return f"{TORCHRUN} train.py {NAME}"
 
 

@@ -137,12 +137,7 @@ class TensorParallel(Method):
                     other.complete(ctx, layout)
         log_indivisible_parts(model)
         share_random_state(mesh.group("tensor"), ctx.device)
-        return replace(
-            ctx,
-            parts=ctx.parts,
-            layout=layout,
-            metadata={**ctx.metadata, LAYOUT_KEY: written(layout, self._plan_knobs)},
-        )
+        return replace(ctx, layout=layout, metadata={**ctx.metadata, LAYOUT_KEY: written(layout, self._plan_knobs)})
 
     def _split(self, ctx: Context, model: nn.Module, **how: Any) -> ModelLayout:
         """Derive a layout, and split the model by it."""

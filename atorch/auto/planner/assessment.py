@@ -12,7 +12,7 @@ from atorch.auto.planner.explanation import Change, MemoryLimits, single_changes
 from atorch.auto.planner.plan import ClusterPlan, Estimate, json_data
 from atorch.auto.planner.request import EXPERTS, PlanRequest
 from atorch.auto.planner.space import plannable, refusals, with_settings
-from atorch.auto.strategy import PRECISION_LEVELS, Strategy
+from atorch.auto.strategy import PRECISIONS, Strategy
 from atorch.cluster.spec import ClusterSpec
 from atorch.cost import ModelProfile, StepTimes, plain_cost
 from atorch.errors import NoFeasiblePlanError, StrategyError
@@ -86,7 +86,7 @@ def assess(profile: ModelProfile, cluster: ClusterSpec, strategy: Strategy, requ
     estimate = doubt.with_band(strategy.methods, estimate_of(strategy.cost(start), cluster, times))
     short = limits.short(estimate)
     on_host = any(method.keeps_on_host for method in strategy)
-    precision = max((request.precision, *(method.precision_level for method in strategy)), key=PRECISION_LEVELS.index)
+    precision = max((request.precision, *(method.precision_level for method in strategy)), key=PRECISIONS.index)
     knobs = {name: getattr(request, name) for name in ("excluded", "target")}
     host_memory = request.host_memory if request.host_memory is not None else short is not None or on_host
     space = with_settings(plannable(profile, cluster, precision=precision, host_memory=host_memory, **knobs), strategy)

@@ -19,7 +19,7 @@ from atorch.auto.planner.estimate import estimate_of, needs
 from atorch.auto.planner.plan import Counterfactual, Estimate
 from atorch.auto.planner.request import EXPERTS, PlanJob
 from atorch.auto.planner.space import MESH, Level, SearchNode, Space
-from atorch.auto.strategy import PRECISION_LEVELS, Method
+from atorch.auto.strategy import PRECISIONS, Method
 from atorch.cost import Cost, ModelProfile, Segment, StepTimes, peak_memory
 from atorch.units import format_bytes, format_seconds
 
@@ -249,7 +249,7 @@ def _allowed(job: J) -> Iterator[tuple[str, J]]:
         yield f"allow {name}, which is excluded", job.with_request(excluded=rest)
     if not request.host_memory:
         yield "allow host memory (host_memory=True, --host-memory)", job.with_request(host_memory=True)
-    if PRECISION_LEVELS.index(request.precision) < PRECISION_LEVELS.index("half"):
+    if PRECISIONS.index(request.precision) < PRECISIONS.index("half"):
         yield 'allow 16-bit parameters (precision="half", --precision half)', job.with_request(precision="half")
 
 

@@ -28,7 +28,7 @@ from atorch.auto.planner.estimate import usable_bytes
 from atorch.auto.planner.plan import Baseline, Measurement, Plan, Scored, json_data
 from atorch.auto.planner.ranking import Ranking, RankingSummary, SearchLimits, best_level, gain_of_half, methods_of
 from atorch.auto.reference_step import ReferenceStep, plain_pass
-from atorch.auto.strategy import METHODS, PRECISION_LEVELS, PrecisionLevel, Strategy
+from atorch.auto.strategy import METHODS, PRECISIONS, PrecisionLevel, Strategy
 from atorch.cluster.spec import ClusterSpec
 from atorch.cost import Cost, ModelProfile, plain_cost
 from atorch.distributed.collectives import from_rank_zero
@@ -226,7 +226,7 @@ def _remedy(wanted: SearchLimits, *more: str) -> str:
     ways += [f"leave out some of what is included ({', '.join(included)})"] if included else []
     if wanted.fixed is not None:
         ways.append(f"search other methods than {', '.join(wanted.fixed.names()) or 'none'}, without finetune_strategy")
-    if wanted.precision not in (None, PRECISION_LEVELS[-1]):
+    if wanted.precision not in (None, PRECISIONS[-1]):
         ways.append(f"allow less exact numbers than precision={wanted.precision!r}")
     return "; or ".join(ways).capitalize()
 
@@ -291,13 +291,11 @@ def _notes(explorer: DryRunLoop, chosen: int, wanted: SearchLimits) -> Iterator[
         logger.warning("%s is unmeasured: a step is expected to take %s", job.candidates[chosen].strategy, expected)
     if job.clock.limit is None:
         yield f"no time_limit was given; the search had {format_seconds(job.clock.whole)}"
-    level = max(
-        (PRECISION_LEVELS.index(method.precision_level) for method in job.candidates[chosen].strategy), default=0
-    )
-    if wanted.precision is None and wanted.fixed is None and level > PRECISION_LEVELS.index("autocast"):
-        included = {name for name in wanted.included or () if METHODS[name].precision_level == PRECISION_LEVELS[level]}
+    level = max((PRECISIONS.index(method.precision_level) for method in job.candidates[chosen].strategy), default=0)
+    if wanted.precision is None and wanted.fixed is None and level > PRECISIONS.index("autocast"):
+        included = {name for name in wanted.included or () if METHODS[name].precision_level == PRECISIONS[level]}
         if not included:
-            yield f"nothing more exact than {PRECISION_LEVELS[level]} fits in memory"
+            yield f"nothing more exact than {PRECISIONS[level]} fits in memory"
 
 
 def _nothing_ran(ranking: Ranking, explorer: DryRunLoop) -> NoFeasiblePlanError:

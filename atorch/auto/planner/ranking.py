@@ -20,7 +20,7 @@ from atorch.auto.planner.candidate_table import TIE
 from atorch.auto.planner.estimate import estimate_of, needs, usable_bytes, usable_host_bytes
 from atorch.auto.planner.plan import Rejected, Scored
 from atorch.auto.planner.space import Space, compositions
-from atorch.auto.strategy import METHODS, PRECISION_LEVELS, Method, Phase, PrecisionLevel, Strategy
+from atorch.auto.strategy import METHODS, PRECISIONS, Method, Phase, PrecisionLevel, Strategy
 from atorch.cluster.spec import ClusterSpec
 from atorch.cost import Cost, ModelProfile
 from atorch.distributed.mesh import BATCH_AXES
@@ -60,7 +60,7 @@ class SearchLimits:
     @property
     def levels(self) -> tuple[PrecisionLevel, ...]:
         """The allowed precision, followed by less exact ones for the case that nothing fits."""
-        return PRECISION_LEVELS[PRECISION_LEVELS.index("autocast") :] if self.precision is None else (self.precision,)
+        return PRECISIONS[PRECISIONS.index("autocast") :] if self.precision is None else (self.precision,)
 
     def space(self, profile: ModelProfile, cluster: ClusterSpec, precision: PrecisionLevel) -> Space:
         return compositions(
@@ -142,7 +142,7 @@ def simplest(candidates: Sequence[Scored], requested: Strategy | None = None) ->
         seconds = candidates[index].estimate.step_s
         is_other = requested is None or strategy != requested
         split = {axis for method in strategy for axis in method.splits}.difference(BATCH_AXES)
-        level = max((PRECISION_LEVELS.index(method.precision_level) for method in strategy), default=0)
+        level = max((PRECISIONS.index(method.precision_level) for method in strategy), default=0)
         return is_other, level, compiles(strategy), len(split), extras > 0, seconds, extras
 
     return sorted(range(len(candidates)), key=simplicity)

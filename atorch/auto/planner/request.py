@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from atorch import trainer_configs
 from atorch.auto.opt_lib.shared.defaults import SLOT as DATA_PARALLEL
-from atorch.auto.strategy import METHODS, PRECISION_LEVELS, PrecisionLevel, Strategy
+from atorch.auto.strategy import METHODS, PRECISIONS, PrecisionLevel, Strategy
 from atorch.cluster.spec import ClusterSpec
 from atorch.cost import ModelProfile
 from atorch.cost.adapted_profile import ALL_LINEAR, AdapterTarget, targets_of
@@ -97,7 +97,7 @@ class PlanRequest:
             )
         if verify is not None and (not isinstance(verify, int) or not 0 <= verify <= MAX_SIMULATED):
             raise ArgumentError(f"verify is {shown(verify)}; it is how many are simulated, from 0 to {MAX_SIMULATED}")
-        for name, allowed in {"objective": OBJECTIVES, "precision": PRECISION_LEVELS, **CHOICES}.items():
+        for name, allowed in {"objective": OBJECTIVES, "precision": PRECISIONS, **CHOICES}.items():
             value = getattr(self, name)
             if value not in allowed and (value is not None or name not in CHOICES):
                 raise ArgumentError(f"{name} is {value!r}; {near_miss(str(value), allowed)}")
@@ -196,8 +196,8 @@ def others(fixed: Strategy) -> Iterable[str]:
 
 def less_exact(precision: PrecisionLevel) -> tuple[str, ...]:
     """Names of the methods that train in less exact numbers."""
-    allowed = PRECISION_LEVELS.index(precision)
-    return tuple(name for name in METHODS if PRECISION_LEVELS.index(METHODS[name].precision_level) > allowed)
+    allowed = PRECISIONS.index(precision)
+    return tuple(name for name in METHODS if PRECISIONS.index(METHODS[name].precision_level) > allowed)
 
 
 def names_in(given: Iterable[str] | None, argument: str) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from atorch.auto.opt_lib.shared.defaults import SLOT as DATA_PARALLEL
 from atorch.auto.opt_lib.shared.defaults import disagreement, incomplete
 from atorch.auto.planner.request import check_names, less_exact, names_in, others
-from atorch.auto.strategy import METHODS, PRECISION_LEVELS, Method, PrecisionLevel, Strategy
+from atorch.auto.strategy import METHODS, PRECISIONS, Method, PrecisionLevel, Strategy
 from atorch.cluster.spec import ClusterSpec
 from atorch.cost import Cost, ModelProfile
 from atorch.cost.parallelism import REPLICA_AXES
@@ -207,7 +207,7 @@ def compositions(
     excluded: Iterable[str] | None = None,
     included: Iterable[str] | None = None,
     fixed: Strategy | None = None,
-    precision: PrecisionLevel = PRECISION_LEVELS[-1],
+    precision: PrecisionLevel = PRECISIONS[-1],
 ) -> Space:
     """The space of compositions to try on the job's own devices.
 
@@ -250,7 +250,7 @@ def plannable(
     included: Iterable[str] | None = None,
     fixed: Strategy | None = None,
     extend: Strategy | None = None,
-    precision: PrecisionLevel = PRECISION_LEVELS[-1],
+    precision: PrecisionLevel = PRECISIONS[-1],
     host_memory: bool = True,
     target: str | None = None,
 ) -> Space:

@@ -68,7 +68,6 @@ def to_json(strategy: Strategy) -> str:
 
 
 def to_list(strategy: Strategy) -> list[Json]:
-    """See `Strategy.to_list`."""
     configs = [(method.name, _config_of(method, step("$", index))) for index, method in enumerate(strategy)]
     return [[name, config] if config else name for name, config in configs]
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 PrecisionLevel = Literal["fp32", "autocast", "half", "fp8"]
-PRECISION_LEVELS: tuple[PrecisionLevel, ...] = get_args(PrecisionLevel)
+PRECISIONS: tuple[PrecisionLevel, ...] = get_args(PrecisionLevel)
 """Number formats of training, the most exact first: the model's own, autocast, 16-bit parameters, fp8."""
 
 

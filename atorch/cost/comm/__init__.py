@@ -340,7 +340,6 @@ def group_of(names: tuple[str, ...], axes: Mapping[str, int], cluster: ClusterSp
 
 
 def group_of_neighbours(size: int, cluster: ClusterSpec, stride: int = 1) -> LinkGroup:
-    """Groups of `size` ranks that are `stride` apart."""
     in_node, in_leaf = (
         min(size, max(1, devices // stride)) for devices in (cluster.devices_per_node, cluster.devices_per_leaf)
     )

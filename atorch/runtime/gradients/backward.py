@@ -163,7 +163,6 @@ class OtherGradients:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """The noted leaves that are parameters."""
         return [leaf for leaf in self._before if isinstance(leaf, nn.Parameter)]
 
     def restore(self) -> None:

@@ -174,7 +174,6 @@ class ShadowOptimizer(WrappedOptimizer):
         return (entry,)
 
     def _place(self, parameter: torch.Tensor) -> tuple[ChunkMemory, ChunkSlot] | None:
-        """The place of a parameter in chunks."""
         return None
 
     def _ranges(self) -> list[tuple[int, int]] | None:

@@ -25,7 +25,7 @@ from atorch.runtime.loss.reduction import any_processes
 from atorch.runtime.pipeline.placeholders import TensorSpec, shape_of, sizes_of
 from atorch.runtime.pipeline.schedules import (
     ScheduleTemplate,
-    StageGradientSync,
+    StageSync,
     TorchStage,
     make_schedule,
     places_of,
@@ -106,7 +106,7 @@ class Engine:
         device: torch.device,
         oracle: ShapeOracle | None = None,
         replicas: dist.ProcessGroup | None = None,
-        reductions: Sequence[StageGradientSync] | None = None,
+        reductions: Sequence[StageSync] | None = None,
     ) -> None:
         """`oracle`: replaces the other processes in a fake world. `replicas`: the ranks with other batches.
 
@@ -114,7 +114,7 @@ class Engine:
         """
         self.parts, self.group, self.device = tuple(parts), group, device
         self.stages = [stage_of(part) for part in parts]
-        self.reductions: Sequence[StageGradientSync] = reductions or [GradientSync(part) for part in parts]
+        self.reductions: Sequence[StageSync] = reductions or [GradientSync(part) for part in parts]
         self.places = places_of(schedule, self.stages[0].num_stages, group.size())
         self.last_place = self.places[-1]
         self._name, self.oracle = schedule, oracle

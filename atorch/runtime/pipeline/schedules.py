@@ -111,7 +111,7 @@ def places_of(schedule: str | PlacedSchedule, num_stages: int, size: int) -> tup
     return tuple(stage % size for stage in range(num_stages)) if isinstance(schedule, str) else schedule.places
 
 
-class StageGradientSync(Protocol):
+class StageSync(Protocol):
     """Controls the reduction of a stage's gradients: `gradient_sync.GradientSync`, or another implementation."""
 
     @property
@@ -144,7 +144,7 @@ class TorchStage(PipelineStage):
         self,
         schedule: str | PlacedSchedule,
         module: nn.Module,
-        reduction: StageGradientSync,
+        reduction: StageSync,
         index: int,
         num_stages: int,
         incoming: Sequence[tuple[TensorSpec, bool]],

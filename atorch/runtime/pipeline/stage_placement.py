@@ -148,7 +148,6 @@ class SharedParameters:
 
     @property
     def parameters(self) -> list[Tensor]:
-        """The copies on this process."""
         return [parameter for _, copies in self._ties for parameter in copies]
 
     @torch.no_grad()

@@ -174,7 +174,7 @@ class Averaging:
         bucket.work = reduced
 
 
-class PartGradientSync(GradientSync):
+class PartSync(GradientSync):
     """The reduction of one stage in a step, whose end finishes the averaging.
 
     averaging: None for one replica.

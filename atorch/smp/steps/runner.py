@@ -205,7 +205,6 @@ class Runner:
             all_or_none(raise_first)
 
     def _from_last(self, data: Any) -> Any:
-        """The data of the pipeline's last stage."""
         engine = self.engine
         assert engine is not None, "a pipeline"
         received = from_place(data, engine.last_place, engine.group, engine.device)

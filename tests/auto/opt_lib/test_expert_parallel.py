@@ -89,5 +89,7 @@ def test_nothing_applies_it():
 def test_what_fits_with_it_alone_is_a_remedy():
     few = [name for name in METHODS if name not in ("parallel_mode", "ddp", "expert_parallel", "checkpoint")]
     deep = transformer_profile(replace(SHAPE, layers=24))
-    with pytest.raises(NoFeasiblePlanError, match="train with a program that has expert_parallel, which is only for plans"):
+    with pytest.raises(
+        NoFeasiblePlanError, match="train with a program that has expert_parallel, which is only for plans"
+    ):
         plan_for(subject_of(deep, None, CLUSTER), CLUSTER, global_batch=16, verify=0, excluded=few, host_memory=False)

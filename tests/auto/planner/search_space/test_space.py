@@ -21,7 +21,7 @@ from atorch.auto.planner.planner import starting_point
 from atorch.auto.planner.ranking import SearchLimits, ranked
 from atorch.auto.planner.request import less_exact as less_exact_names
 from atorch.auto.planner.space import compositions, plannable
-from atorch.auto.strategy import METHODS, PRECISION_LEVELS, Strategy
+from atorch.auto.strategy import METHODS, PRECISIONS, Strategy
 from atorch.cluster.spec import ClusterSpec
 from atorch.cost import peak_memory, plain_cost
 from atorch.cost.transformer import Implementation, TransformerShape, transformer_profile
@@ -234,7 +234,7 @@ def test_the_fold_is_each_strategy_by_itself(start):
 
 
 def score(profile, cost, machine=None):
-    return ranked(profile, cost, machine or cluster(2), SearchLimits(), PRECISION_LEVELS[-1])
+    return ranked(profile, cost, machine or cluster(2), SearchLimits(), PRECISIONS[-1])
 
 
 def test_ranking_is_by_estimates_that_add_up(start):
