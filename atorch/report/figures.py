@@ -210,7 +210,7 @@ def _paces(estimate: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 def _on_host(plan: PlanData) -> str:
     held = plan["estimate"].get("on_host_bytes")
     if not held:
-        return "nothing waits in its memory"
+        return "no host memory is needed"
     devices = plan.get("cluster", {}).get("devices_per_node", 1)
     node = f", {format_bytes(devices * held)} on a node" if devices > 1 else ""
     return f"{format_bytes(held)} of its memory for each device{node}"
