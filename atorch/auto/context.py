@@ -25,7 +25,7 @@ from atorch.distributed.world import World
 from atorch.errors import ArgumentError
 from atorch.model.deferred_init import ValueSource, give_values
 from atorch.model.meta_device import give_memory, unfilled
-from atorch.model.state import OtherModules
+from atorch.model.other_modules import OtherModules
 from atorch.model.user_functions import LossFunc
 from atorch.runtime.chunk.parameter import ChunkedParameter
 from atorch.runtime.data.loader import Loader, shares_out

@@ -29,8 +29,8 @@ from atorch.auto.existing_objects import settings_of_objects
 from atorch.cluster.spec import ClusterSpec
 from atorch.distributed.world import World
 from atorch.errors import ArgumentError, AtorchError, shown
+from atorch.model.other_modules import OtherModules
 from atorch.model.reachability import modules_reached
-from atorch.model.state import OtherModules
 from atorch.model.user_functions import InputFormat, LossFunc, calling, scalar_loss
 from atorch.runtime.data.loader import make_loader, to_device
 from atorch.runtime.optimizer.user_optimizer import entries_of, in_group, is_group, need_own, small

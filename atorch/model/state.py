@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -178,45 +178,6 @@ class ModuleState:
                     buffer.data = before
                 elif not same_values(buffer, before):  # a needless write would invalidate backward
                     buffer.copy_(before)
-
-
-class OtherModules:
-    """Modules that a job's functions reach. Trial passes find them as they are now, and leave them as they were.
-
-    earlier: those that were noted before; modules that are the same are as they were then.
-    """
-
-    def __init__(self, modules: Iterable[nn.Module] = (), earlier: OtherModules | None = None) -> None:
-        self._modules = list(modules)
-        self._first: list[ModuleState] = [ModuleState(self._modules), *(earlier._first if earlier else ())]
-        self._written: list[Writes] = earlier._written if earlier else []  # passes that wrote parameters
-
-    @contextmanager
-    def at_first(self) -> Iterator[None]:
-        """Restore the first buffers, attributes and written parameters inside, and those of before afterwards."""
-        before = ModuleState(self._modules)
-        first: list[ModuleState | Writes] = [*self._first, *self._written]
-        for values in first:
-            values.restore()
-        try:
-            yield
-        finally:
-            before.restore()
-            for writes in self._written:
-                writes.restore()
-
-    @contextmanager
-    def at_first_watched(self) -> Iterator[None]:
-        """As `at_first`, for an eager pass: its writes to parameters are undone, now and in each later `at_first`.
-
-        A teacher whose weights are an average of the model's is such a module.
-        """
-        with self.at_first(), ExitStack() as stack:
-            parameters = {id(p): p for module in self._modules for p in module.parameters()}
-            writes = Writes((str(key), parameter) for key, parameter in parameters.items())
-            stack.callback(lambda: self._written.append(writes) if writes else None)
-            stack.enter_context(writes)
-            yield
 
 
 @dataclass(frozen=True)

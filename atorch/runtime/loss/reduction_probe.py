@@ -17,9 +17,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from atorch.distributed.collectives import all_or_none, gather_objects, is_fake_world, world_group
 from atorch.errors import ArgumentError, StrategyError
+from atorch.model.other_modules import OtherModules
 from atorch.model.pytree import is_strings, leaves_of, map_leaves, map_tensors, tensors_in
 from atorch.model.reachability import modules_reached
-from atorch.model.state import OtherModules, children_in_eval, preserved_state
+from atorch.model.state import children_in_eval, preserved_state
 from atorch.model.user_functions import LossFunc, value_of
 from atorch.model.wrapper import Wrapper, override
 from atorch.runtime.data.batches import joined, portion, shared_rows

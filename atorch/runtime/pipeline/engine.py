@@ -135,7 +135,7 @@ class Engine:
         Raises:
             StrategyError: the model calls its units differently on this batch than on the sample.
         """
-        key = (train, whole, work.count, work.sizes)
+        key = (train, whole, work.count, self._sizes(work))
         name = whole_batch(self._name) if whole and isinstance(self._name, str) else self._name
         numbers = torch.arange(work.count)
         first = [numbers] if self.stages[0].is_first else []
@@ -163,11 +163,12 @@ class Engine:
     @contextmanager
     def working_on(self, work: PassWork) -> Iterator[Sequence[Sequence[TensorSpec]]]:
         """Make `pieces` run the micro-batches of `work` inside; yields the shapes of the results of all calls."""
-        shapes = self._seen.pop(work.sizes, None)
+        sizes = self._sizes(work)
+        shapes = self._seen.pop(sizes, None)
         is_new = shapes is None if self._looks_with is None else any_processes([shapes is None], self._looks_with)[0]
         if shapes is None or is_new:
             shapes = self._see(work)
-        self._seen[work.sizes] = shapes
+        self._seen[sizes] = shapes
         if len(self._seen) > KEPT_SHAPES:
             del self._seen[next(iter(self._seen))]
         self.job = _Job(work, shapes)
@@ -175,6 +176,10 @@ class Engine:
             yield shapes
         finally:
             self.job = None
+
+    def _sizes(self, work: PassWork) -> Hashable:
+        """A key of the shapes between stages; they also depend on modes, where training drops tokens."""
+        return work.sizes, tuple(module.training for module in self.parts[0].modules())
 
     def _make(
         self, name: str | PlacedSchedule, shapes: Sequence[Sequence[TensorSpec]], micro_batches: int, train: bool
@@ -249,22 +254,23 @@ class LocalStage(nn.Module):
         try:
             with stage.visit(() if stage.is_first else wires, job.shapes):
                 output = job.work.run(int(number), self.part)
+            return output if stage.is_last else tuple(self._checked(output, job))
         except Exception as error:
             if job.failures is None:
                 raise
             job.failures.append(error)  # raised after the pass, when no other stage waits for this one
             return self._nothing(wires, job)
-        if stage.is_last:
-            return output
-        for value, tensor in zip(stage.outgoing, output, strict=True):
+
+    def _checked(self, output: Sequence[Tensor], job: _Job) -> Iterator[Tensor]:
+        for value, tensor in zip(self.stage.outgoing, output, strict=True):
             expected = job.shapes[value.call][value.number]
             if shape_of(tensor) != expected:
                 raise StrategyError(
-                    f"{stage.route.calls[value.call].unit} returns {tuple(tensor.shape)} of {tensor.dtype}, and the "
-                    f"stage after it expects {expected.sizes} of {expected.dtype}, as the sizes of the batch differ "
-                    "from those of the first one. Give batches of one length, or set split_points elsewhere"
+                    f"{self.stage.route.calls[value.call].unit} returns {tuple(tensor.shape)} of {tensor.dtype}, and "
+                    f"the stage after it expects {expected.sizes} of {expected.dtype}, as the sizes of the batch "
+                    "differ from those of the first one. Give batches of one length, or set split_points elsewhere"
                 )
-        return tuple(tensor.contiguous() for tensor in output)
+            yield tensor.contiguous()
 
     def _nothing(self, wires: Sequence[Tensor], job: _Job) -> Any:
         """Zeros instead of a failed stage's outputs, connected to its inputs so that backward sends zeros."""

@@ -82,6 +82,25 @@ class InPlace(nn.Module):
         return {"logits": self.head(hidden)}
 
 
+class Dropping(InPlace):
+    """It drops tokens in training, as vision transformers with patch dropout do; `by_value`: as many as the batch says.
+
+    The last layer's output is stretched again.
+    """
+
+    def __init__(self, by_value: bool = False) -> None:
+        super().__init__()
+        self.by_value = by_value
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        hidden = self.layers[0](self.embed(input_ids))
+        kept = 1 + int(input_ids[0, 0]) % SEQ if self.by_value else SEQ // 2
+        hidden = hidden[:, :kept] if self.training else hidden
+        for layer in self.layers[1:]:
+            hidden = layer(hidden.clone())
+        return {"logits": self.head(nn.functional.interpolate(hidden.mT, SEQ).mT)}
+
+
 class Frozen(nn.Module):
     """Two inputs, a frozen embedding, and a mask that skips stages."""
 
@@ -118,7 +137,8 @@ def make_model(name: str) -> nn.Module:
 
 
 OWN: dict[str, Callable[[], nn.Module]] = {
-    "twice": TwiceUsed, "frozen": Frozen, "inplace": InPlace, "rooted": Rooted, **UNMODULAR,
+    "twice": TwiceUsed, "frozen": Frozen, "inplace": InPlace, "rooted": Rooted, "dropping": Dropping,
+    "dropping by value": partial(Dropping, by_value=True), **UNMODULAR,
 }  # fmt: skip
 
 

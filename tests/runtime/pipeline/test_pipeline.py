@@ -44,7 +44,7 @@ def check(pool: Pool, name: str, strategy: list[Any], ranks: int = 2, band: floa
 @pytest.mark.parametrize(
     ("name", "schedule"),
     [("gpt2", "1f1b"), ("bert", "gpipe"), ("t5", "zero_bubble"), ("mixtral", "interleaved"), ("inplace", "1f1b"),
-     ("rooted", "1f1b")],
+     ("rooted", "1f1b"), ("dropping", "gpipe")],
 )  # fmt: skip
 def test_trains_as_on_one_process(pool: Pool, name: str, schedule: str) -> None:
     knobs = {"interleave": 2} if schedule == "interleaved" else {}
@@ -196,8 +196,8 @@ def breaking(batch: Any, output: Any) -> torch.Tensor:
     return _Breaks.apply(loss_func(batch, output))  # type: ignore[no-any-return,no-untyped-call]
 
 
-def train_with(rank: int, size: int, loss: Any) -> None:
-    train("frozen", stages(split_points=["layers.2"]), loss_of=loss, verify=loss is faulty)
+def train_with(rank: int, size: int, loss: Any, name: str = "frozen") -> None:
+    train(name, stages(split_points=["layers.2"]), loss_of=loss, verify=loss is not breaking)
 
 
 def test_a_fault_of_the_loss_is_everybodys_before_the_first_step(pool: Pool) -> None:
@@ -205,6 +205,12 @@ def test_a_fault_of_the_loss_is_everybodys_before_the_first_step(pool: Pool) -> 
         "ArgumentError: rank 1 failed: KeyError: 'no such entry'",
         "KeyError: 'no such entry'",
     ]
+
+
+def test_micro_batches_of_other_shapes_are_refused_on_every_process(pool: Pool) -> None:
+    first, second = pool.run(refusal, train_with, loss_func, "dropping by value")
+    assert first.startswith("StrategyError: layers.1 returns")
+    assert second.startswith("StrategyError: rank 0 failed: layers.1 returns")
 
 
 def test_what_backward_raises_keeps_nobody_waiting(pool: Pool) -> None:

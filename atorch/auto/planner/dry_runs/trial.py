@@ -31,9 +31,9 @@ from atorch.model.copy import copy_with, typical_values
 from atorch.model.copy_isolation import OwnMemory, make_writable, released
 from atorch.model.deferred_init import HeldValues, refuse_meta_attributes
 from atorch.model.meta_device import has_meta
+from atorch.model.other_modules import OtherModules
 from atorch.model.pytree import local_part
 from atorch.model.reachability import modules_reached
-from atorch.model.state import OtherModules
 from atorch.profiler.memory_tracker import PeakMemory
 
 NUM_BATCHES = 8
