@@ -127,7 +127,7 @@ def checked_model(model: object) -> nn.Module:
                 "make the model outside of it"
             )
     if hasattr(model, "_atorch"):
-        raise ArgumentError("this model was accelerated before; give a fresh one, a strategy changes modules in place")
+        raise ArgumentError("this model was accelerated before; give a new one, since strategies change modules")
     return model
 
 

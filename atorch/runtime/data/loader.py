@@ -259,7 +259,7 @@ def _check_order(dataset: Any, arguments: Mapping[str, Any], sampler_cls: object
         raise ArgumentError(f"distributed_sampler_cls is given with {other}, and both decide the order; give one")
     if deciding and arguments.get("shuffle"):
         raise ArgumentError(
-            f"dataloader_args has both {deciding[0]} and shuffle; the sampler decides the order, leave shuffle out"
+            f"dataloader_args has both {deciding[0]} and shuffle; the sampler decides the order, so leave shuffle out"
         )
 
 
