@@ -33,7 +33,7 @@ BOTH = "cpu:gloo,cuda:nccl"
         (BOTH, "one", "ranks 0, 1 share a CUDA device, and NCCL takes one process a device: 2 processes"),
         ("cpu:gloo,cuda:gloo", "one", ""),
         (BOTH, "other", ""),
-        ("cuda:nccl", "other", "alone, and processes decide together over hosts; leave the backend out, or give"),
+        ("cuda:nccl", "other", "and processes also communicate over hosts; leave the backend out, or give"),
     ],
 )
 @on_ranks(2)

@@ -157,4 +157,4 @@ def test_cuts_are_for_time_and_within_memory():
 
 def test_what_fits_nowhere_is_cut_for_time(caplog):
     assert cut(chain(4096, 256, 256, 256), memory_bytes=1e6) == (0, 1)
-    assert "cut for time alone" in caplog.text
+    assert "cut only for time" in caplog.text
