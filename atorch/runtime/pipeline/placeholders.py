@@ -53,7 +53,7 @@ class Placeholder(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        read = next((argument for argument in (*args, *kwargs.values()) if isinstance(argument, cls)), None)
+        read = next((leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls)), None)  # also in lists
         with torch._C.DisableTorchFunctionSubclass():
             if read is not None and func == _DEVICE:
                 return read.place

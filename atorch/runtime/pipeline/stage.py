@@ -110,16 +110,16 @@ class _Visit:
         return output
 
     def _sent(self, number: int) -> Any:
-        def fill(leaf: Any, place: str) -> Any:
-            if not isinstance(leaf, OutputIndex):
-                return leaf
-            value = CallOutput(number, leaf)
-            sent = self.values.get(value)
-            if sent is None:
-                sent = self.shapes[number][leaf].zeros(self.stage.device)
-            return self._own(value, sent)
+        @functools.cache
+        def sent(index: OutputIndex) -> Tensor:
+            value = CallOutput(number, index)
+            tensor = self.values.get(value)
+            if tensor is None:
+                tensor = self.shapes[number][index].zeros(self.stage.device)
+            return self._own(value, tensor)
 
-        return map_leaves(fill, self.stage.route.calls[number].returns)
+        returns = self.stage.route.calls[number].returns
+        return map_leaves(lambda leaf, place: sent(leaf) if isinstance(leaf, OutputIndex) else leaf, returns)
 
     def _keep(self, number: int, output: Any) -> None:
         tensors = tensors_in(output)

@@ -82,6 +82,26 @@ class InPlace(nn.Module):
         return {"logits": self.head(hidden)}
 
 
+class InTwoPlaces(nn.Linear):
+    """It returns one tensor in two places, as models do that also return all hidden states."""
+
+    def forward(self, hidden: torch.Tensor) -> dict[str, Any]:
+        hidden = super().forward(hidden).tanh()
+        return {"last": hidden, "all": (hidden,)}
+
+
+class Repeating(TwiceUsed):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(InTwoPlaces(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        hidden = self.embed(input_ids)
+        for layer in self.layers:
+            hidden = torch.stack((layer(hidden)["last"], self.scale.expand_as(hidden))).sum(0)
+        return {"logits": self.head(hidden)}
+
+
 class Dropping(InPlace):
     """It drops tokens in training, as vision transformers with patch dropout do; `by_value`: as many as the batch says.
 
@@ -138,6 +158,7 @@ def make_model(name: str) -> nn.Module:
 
 OWN: dict[str, Callable[[], nn.Module]] = {
     "twice": TwiceUsed, "frozen": Frozen, "inplace": InPlace, "rooted": Rooted, "dropping": Dropping,
+    "repeating": Repeating,
     "dropping by value": partial(Dropping, by_value=True), **UNMODULAR,
 }  # fmt: skip
 

@@ -44,7 +44,8 @@ def check(pool: Pool, name: str, strategy: list[Any], ranks: int = 2, band: floa
 @pytest.mark.parametrize(
     ("name", "schedule"),
     [("gpt2", "1f1b"), ("bert", "gpipe"), ("t5", "zero_bubble"), ("mixtral", "interleaved"), ("inplace", "1f1b"),
-     ("rooted", "1f1b"), ("dropping", "gpipe")],
+     ("rooted", "1f1b"), ("dropping", "gpipe"),
+     ("repeating", "1f1b")],
 )  # fmt: skip
 def test_trains_as_on_one_process(pool: Pool, name: str, schedule: str) -> None:
     knobs = {"interleave": 2} if schedule == "interleaved" else {}
@@ -334,6 +335,8 @@ def test_it_is_described_as_where_the_stage_computes() -> None:
 
 def test_what_a_stage_does_not_need_may_be_computed_of_it_and_who_asks_for_values_is_told_whose() -> None:
     assert (away().norm() * 2).square().shape == ()
+    by = Placeholder.of("blocks.0.fc.weight", nn.Parameter(torch.ones(4, 3)), CPU, lambda: True)
+    assert isinstance(torch.cat([torch.ones(2, 3), by]), Placeholder)
     for ask in (lambda: torch.ones(2, 3) @ away().t(), lambda: float(1.0 + 0.1 * away().norm())):
         with pytest.raises(ArgumentError, match="blocks.0.fc.weight is of another stage of the pipeline"):
             ask()

@@ -259,15 +259,16 @@ class _Watch(TorchDispatchMode):
                 f"{name} adds to a list that it is given, or takes from it, and a pipeline passes on only what its "
                 "modules return. Return the list, or name split_points elsewhere"
             )
-        number = len(self.calls) - 1
+        number, indices = len(self.calls) - 1, dict[int, OutputIndex]()
 
         def slot(leaf: Any, place: str) -> Any:
             if isinstance(leaf, Tensor):
+                index = indices.setdefault(id(leaf), OutputIndex(call.num_tensors))  # it may be there in two places
                 for tensor in (leaf, *_parts(leaf)):
-                    self._marks[tensor] = {CallOutput(number, call.num_tensors)}
+                    self._marks[tensor] = {CallOutput(number, index)}
+                call.num_bytes += tensor_bytes(leaf) if index == call.num_tensors else 0
                 call.num_tensors += 1
-                call.num_bytes += tensor_bytes(leaf)
-                return OutputIndex(call.num_tensors - 1)
+                return index
             if not isinstance(leaf, _PLAIN):
                 raise StrategyError(
                     f"{name} returns a {type(leaf).__name__} ({place}), which cannot be passed between stages of a "

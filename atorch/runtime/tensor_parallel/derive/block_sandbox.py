@@ -76,7 +76,7 @@ def draw_weights(block: nn.Module, seed: int) -> None:
         if parameter.dim() < 2:
             parameter.uniform_(0.5, 1.5, generator=generator)
         else:
-            bound = (3 / min(parameter.shape[-2:])) ** 0.5
+            bound = (3 / max(1, min(parameter.shape[-2:]))) ** 0.5
             drawn = torch.empty(min(parameter.numel(), PERIOD), device=parameter.device)
             drawn.uniform_(-bound, bound, generator=generator)
             for part in parameter.view(-1).split(PERIOD):
