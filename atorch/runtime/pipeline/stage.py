@@ -110,16 +110,20 @@ class _Visit:
         return output
 
     def _sent(self, number: int) -> Any:
-        @functools.cache
-        def sent(index: OutputIndex) -> Tensor:
-            value = CallOutput(number, index)
-            tensor = self.values.get(value)
-            if tensor is None:
-                tensor = self.shapes[number][index].zeros(self.stage.device)
-            return self._own(value, tensor)
+        sent: dict[OutputIndex, Tensor] = {}  # a tensor that is returned in two places arrives as one
 
-        returns = self.stage.route.calls[number].returns
-        return map_leaves(lambda leaf, place: sent(leaf) if isinstance(leaf, OutputIndex) else leaf, returns)
+        def fill(leaf: Any, place: str) -> Any:
+            if not isinstance(leaf, OutputIndex):
+                return leaf
+            if leaf not in sent:
+                value = CallOutput(number, leaf)
+                tensor = self.values.get(value)
+                if tensor is None:
+                    tensor = self.shapes[number][leaf].zeros(self.stage.device)
+                sent[leaf] = self._own(value, tensor)
+            return sent[leaf]
+
+        return map_leaves(fill, self.stage.route.calls[number].returns)
 
     def _keep(self, number: int, output: Any) -> None:
         tensors = tensors_in(output)
