@@ -310,7 +310,6 @@ def is_buffer(entry: HeldTensor) -> bool:
 
 
 def first_with(ranks: Sequence[Mapping[str, Any]], buffer: str) -> tuple[int, int]:
-    """The first rank that has a buffer, and its checksum."""
     return next((index, rank["buffers"][buffer]) for index, rank in enumerate(ranks) if buffer in rank["buffers"])
 
 

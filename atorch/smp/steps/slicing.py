@@ -157,7 +157,6 @@ class Slicing:
 
 
 def _cut(number: int, count: int, leaf: Any, axis: int, place: str) -> Any:
-    """Micro-batch `number` of `count` of a leaf."""
     if hasattr(leaf, "smp_slice"):
         return leaf.smp_slice(count, number, axis)
     if not isinstance(leaf, Tensor) or leaf.dim() == 0:
@@ -172,7 +171,6 @@ def _cut(number: int, count: int, leaf: Any, axis: int, place: str) -> Any:
 
 
 def _gather(group: dist.ProcessGroup, leaf: Any, axis: int, place: str) -> Any:
-    """A leaf of all processes of a group, concatenated."""
     if not isinstance(leaf, Tensor) or leaf.dim() == 0:
         return leaf
     _length(leaf, axis, place)
