@@ -60,6 +60,7 @@ def explained(given: Given) -> tuple[dict[str, Any], str]:
     setup = _for_adapters(setup, request)
     job = _job(setup, given, request)
     profile = job.subject(given.seq or setup.seq, spec).profile
+    setup = _with_loading(setup, profile.param_bytes * spec.devices_per_node, spec.host_memory_bytes)
     assessed = assess(profile, spec, setup.strategy(spec.world_size), request)
     data = {
         "version": VERSION,
@@ -167,6 +168,18 @@ def _for_adapters(setup: TrainingSetup, request: PlanRequest) -> TrainingSetup:
         return setup
     note = "frozen weights in 16 bits, and adapters in fp32, without fp32 copies"
     return replace(setup, methods=kept, entries=(*setup.entries, Entry("adapters", None, "assumed", note)))
+
+
+def _with_loading(setup: TrainingSetup, loaded: float, host_bytes: float) -> TrainingSetup:
+    """The setup with a note on what loading takes on a node, if every process loads the whole model."""
+    if not setup.loads_whole:
+        return setup
+    short = f", and a node has {format_bytes(host_bytes)}" if loaded > host_bytes else ""
+    note = (
+        f"every process loads the whole model, {format_bytes(loaded)} of a node's host memory{short}; "
+        "cpu_ram_efficient_loading (FSDP) and zero3_init_flag (DeepSpeed) avoid that"
+    )
+    return replace(setup, entries=(*setup.entries, Entry("loading", None, "not expressed", note)))
 
 
 START: Mapping[str, str] = {"sh": "sh", "slurm": "sbatch", "kubernetes": "kubectl apply -f", "skypilot": "sky launch"}

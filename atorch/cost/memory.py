@@ -95,6 +95,7 @@ class _OffloadTerms(NamedTuple):
     activations_ahead: float
     budget_bytes: float
     whole_grads: bool
+    offloads_gradients: bool
 
 
 _offload_terms = attrgetter(*_OffloadTerms._fields)
@@ -202,7 +203,7 @@ def _with_host(timeline: StageMemory, moment: MemoryPoint, buffer_bytes: float, 
     copied = timeline.stepped_parameters + timeline.stepped_gradients
     copies = max(0.0, stepped - waiting) * copied + stepped * timeline.masters
     # Full gradients stay until they are reduced; only this device's shard is offloaded.
-    leaving = 0.0 if shares.whole_grads else waiting
+    leaving = 0.0 if shares.whole_grads else max(waiting, stepped * shares.offloads_gradients)
     return _on_device(timeline, moment, buffer_bytes)._replace(
         parameters=timeline.parameters * (1 - waiting),
         gradients=moment.gradients * (1 - leaving),

@@ -91,6 +91,7 @@ class Terms(NamedTuple):
     gathered_itemsize: float
     fp8_sent: Fp8Weights
     keeps_gathered: bool
+    whole_grads: bool
     bucket_bytes: float
     bucket_itemsize: float
     step_itemsize: float
@@ -245,7 +246,8 @@ def _moments(
             if in_pipeline:
                 left = max(0.0, alive - first), max(0.0, saved - first_in_blocks)
                 yield MemoryPoint(all_grads, left[0], always + around + new, copy.working, left[1])
-    yield MemoryPoint(all_grads, 0.0, terms.step_itemsize * state, 0.0)
+    stepped = terms.grad_itemsize * state if terms.whole_grads else all_grads  # whole ones are shards by then
+    yield MemoryPoint(stepped, 0.0, terms.step_itemsize * state, 0.0)
 
 
 def _gathered(terms: Terms, parts: list[tuple[bool, float, _Copy]]) -> tuple[float, float]:

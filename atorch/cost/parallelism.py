@@ -105,6 +105,7 @@ def shard_optimizer(
     bucket_bytes: float = 25 * MiB,
     overlaps: bool = True,
     reduces: Literal["all_reduce", "reduce_scatter"] = "reduce_scatter",
+    per_micro_batch: bool = False,
     gathers: Gathers = "all_gather",
     gathers_ahead: bool = False,
 ) -> Cost:
@@ -124,7 +125,7 @@ def shard_optimizer(
         calls, gathers = num_sliced_buckets(cost) if gathers == "sliced" else 1.0, "all_gather"
     return _send(
         cost.replace(optim_shards=cost.optim_shards / share),
-        _reduction(cost, reduces, axes, itemsize, bucket_bytes, overlaps),
+        _reduction(cost, reduces, axes, itemsize, bucket_bytes, overlaps, per_micro_batch),
         Comm(gathers, over, stepped, count=calls, overlap=1.0 - 1.0 / calls if gathers_ahead else 0.0),
     )
 
@@ -148,8 +149,10 @@ def shard(
     `keeps_gathered`. Shards of gradients are all-reduced over `replicas`. FSDP2 copies parameters out of the gathered
     buffer, and gradients into another (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py). FSDP1's parameters
     are views of the gathered buffer, so it copies gradients alone. Weights of 8-bit matmuls may be gathered in 8 bits
-    (`Cost.fp8_sent`).
+    (`Cost.fp8_sent`). With `Cost.casts_shards` the shards and their gradients are in fp32, so they need no masters.
     """
+    if cost.casts_shards and cost.master_itemsize:
+        cost = cost.replace(param_itemsize=4.0, grad_itemsize=4.0, master_itemsize=0.0)
     shards, around = cost.size(*axes), _num_groups_around(cost.segments)
     calls = float(cost.num_blocks + around)
     keeps_gathered = keeps_gathered or once_a_step
@@ -229,11 +232,13 @@ def _reduction(
     itemsize: float | None,
     bucket_bytes: float,
     overlaps: bool,
+    often: bool = False,
 ) -> Comm:
     itemsize, trainable = cost.grad_itemsize if itemsize is None else itemsize, cost.num_trainable
     num_bytes = trainable * itemsize / cost.grad_shards
     reduced = reductions(cost, num_bytes / trainable, bucket_bytes) if num_bytes else Reductions(1, 1.0)
-    return Comm(kind, axes, num_bytes, count=reduced.calls, overlap=1 - reduced.last_share if overlaps else 0.0)
+    overlap = 1 - reduced.last_share if overlaps else 0.0
+    return Comm(kind, axes, num_bytes, count=reduced.calls, overlap=overlap, per_micro_batch=often)
 
 
 FLAT_BYTES = 32 * 2**20

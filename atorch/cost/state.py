@@ -86,6 +86,9 @@ class Cost:
     cast_itemsize: float = 0.0  # low-precision copies of full parameters during a step
     gathered_itemsize: float = 0.0  # of gathered parameters; 0 if they are not sharded
     keeps_gathered: bool = False  # gathered once and kept until the end of backward
+    casts_shards: bool = False  # of fp32 for the gather: mixed precision that FSDP does itself
+    keeps_whole: bool = False  # zero2 has the parameters themselves, and no shards beside: DeepSpeed's stage 2
+    overlaps: bool = True  # communication with computing, where the method can
     bucket_bytes: float = 0.0  # communication buffers
     bucket_itemsize: float = 0.0  # bytes per gradient element of buffers as large as all gradients
     step_itemsize: float = 0.0  # temporaries of the optimizer's step, sharded like its state
@@ -99,6 +102,7 @@ class Cost:
     activations_ahead: float = 0.0  # of it, the part fetched back ahead of backward
     budget_bytes: float = math.inf  # of a device; states and gradients move to the host first, then parameters
     fetches_ahead: bool = True  # transfers from the host overlap with computing
+    offloads_gradients: bool = False  # with the optimizer, as backward reduces them
     steps_in_backward: bool = False  # the host steps parameters during backward, as their gradients arrive
 
     # How the model is split over devices.
@@ -165,6 +169,7 @@ class Cost:
 
     def send(self, *comm: Comm) -> Cost:
         """A copy with more communication; calls over axes of size 1 are dropped."""
+        comm = comm if self.overlaps else tuple(replace(c, overlap=0.0) for c in comm)
         return self.replace(comm=self.comm + tuple(c for c in comm if self.size(*c.axis) > 1))
 
     def local_params(self, segment: Segment) -> float:

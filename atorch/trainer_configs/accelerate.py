@@ -76,8 +76,11 @@ def read_config(fields: Fields, draft: Draft, source: Source, is_launched: bool 
     _read_precision(fields, draft)
     if kind == "FSDP":
         read_fsdp(fields.within("fsdp_config"), draft)
+        draft.fields["loads_whole"] = fields.within("fsdp_config").flag("fsdp_cpu_ram_efficient_loading") is False
     elif kind == "DEEPSPEED":
-        _read_deepspeed(fields.within("deepspeed_config"), draft, source)
+        section = fields.within("deepspeed_config")
+        _read_deepspeed(section, draft, source)
+        draft.fields["loads_whole"] = draft.has("fsdp") and section.flag("zero3_init_flag") is False
     elif kind == "MEGATRON_LM":
         _read_megatron(fields.within("megatron_lm_config"), draft)
     if fields.data.get("parallelism_config"):

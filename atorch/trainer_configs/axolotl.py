@@ -158,6 +158,7 @@ def _read_deepspeed(fields: Fields, draft: Draft, source: Source) -> tuple[Entry
         return ()
     from atorch.trainer_configs import deepspeed
 
+    draft.set_traits(**deepspeed.WHOLE)
     if draft.has("fsdp", "zero2"):
         raise fields.invalid("deepspeed", "fsdp_config is given as well, and Axolotl takes one of them")
     draft.precision = "fp16" if fields.flag("fp16") else "bf16"

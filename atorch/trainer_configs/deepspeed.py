@@ -37,9 +37,11 @@ BATCHES: Mapping[str, tuple[str, str]] = {
 STAGES: Mapping[int, tuple[str, str]] = {
     0: ("ddp", "ddp: every process holds all"),
     1: ("zero1", "zero1: optimizer states are sharded"),
-    2: ("zero2", "zero2: gradients and optimizer states are sharded"),
+    2: ("zero2", "zero2: gradients and optimizer states are sharded, and parameters are whole"),
     3: ("fsdp", "fsdp: parameters, gradients and optimizer states are sharded"),
 }
+WHOLE: Mapping[str, bool] = {"keeps_whole": True, "casts_shards": False}
+"""Stage 2 has whole parameters in 16 bits (zero/stage_1_and_2.py), and stage 3 shards of them, beside fp32 masters."""
 HALF = "half: weights and gradients in {}, and fp32 copies that the optimizer steps"
 ABSENT: Mapping[str, str] = {
     "chunk": "DeepSpeed offloads whole kinds of state, without a budget",
@@ -80,6 +82,7 @@ def read_config(fields: Fields, draft: Draft, filled_by: str = "") -> tuple[Entr
 
     filled_by: the trainer that fills "auto" in with what `draft` has already.
     """
+    draft.set_traits(**WHOLE)
     _read_precision(fields, draft, filled_by)
     _read_batches(fields, draft, filled_by)
     _read_zero(fields, draft)
@@ -182,8 +185,15 @@ def _read_reductions(fields: Fields, draft: Draft) -> None:
 
 
 def _read_buckets(zero: Fields, draft: Draft) -> None:
-    """Buffers of `reduce_bucket_size` gradients: two below stage 3 if communication overlaps (`ipg_buffer`)."""
-    number = 2 if zero.flag("overlap_comm") and not draft.has("fsdp") else 1
+    """Buffers of `reduce_bucket_size` gradients: two below stage 3 if communication overlaps (`ipg_buffer`).
+
+    By default it does in stage 3 alone (zero/config.py, `overlap_comm_valid`).
+    """
+    overlaps = zero.flag("overlap_comm")
+    overlaps = draft.has("fsdp") if overlaps is None else overlaps
+    draft.set_traits(overlaps=overlaps)
+    zero.tell_setting("overlap_comm", f"communication {'overlaps' if overlaps else 'does not overlap'} with backward")
+    number = 2 if overlaps and not draft.has("fsdp") else 1
     size = zero.whole("reduce_bucket_size", 0)
     if zero.data.get("reduce_bucket_size") == "auto":
         zero.tell("reduce_bucket_size", "assumed", "the trainer fills in the hidden size squared, which is little")
@@ -210,6 +220,8 @@ def _read_offload(zero: Fields, draft: Draft, stage: int) -> None:
         raise zero.invalid("offload_optimizer", "stage 0 shards nothing that could be offloaded; give stage 1 to 3")
     if share:
         draft.add("offload", optimizer=share, **({"parameters": both} if both else {}))
+        # Stage 2 adds them up there (accumulated_grads_in_cpu); stage 3 has its grad_partitions_flat_buffer there.
+        draft.set_traits(offloads_gradients=stage >= 2)
 
 
 def _offloaded(zero: Fields, key: str, old: str, note: str) -> float:
@@ -316,4 +328,5 @@ def command(setup: TrainingSetup) -> str:
     return f"{TORCHRUN} train.py {transformers.flags_of(setup, deepspeed=CONFIG)}"
 
 
-TARGET = Target("deepspeed", "DeepSpeed", recognises, read, lacking, write, command, NARROW)
+TRAITS = NARROW._replace(cost={**NARROW.cost, **WHOLE})
+TARGET = Target("deepspeed", "DeepSpeed", recognises, read, lacking, write, command, TRAITS)

@@ -35,8 +35,9 @@ class Traits(NamedTuple):
     cost: Mapping[str, Any] = {}  # fields of `Cost`
 
 
-NARROW = Traits(cost={"reduced_itemsize": 0.0})
-"""Gradients are reduced in the type that parameters are gathered in, as Accelerate and DeepSpeed do."""
+NARROW = Traits({"fused_projections": False}, {"reduced_itemsize": 0.0, "casts_shards": True})
+"""Gradients are reduced in the type that parameters are gathered in, as Accelerate and DeepSpeed do. Accelerate's FSDP
+shards fp32. Transformers' blocks have five products after their norms; under autocast all cast the norm's output."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,7 @@ class TrainingSetup:
         knobs: knobs of `PlanRequest` that say how the model is trained: lora, qlora, optimizer, dtype, attention,
             cross_entropy.
         traits: of the trainer under this configuration.
+        loads_whole: every process of a sharded job loads the whole model into host memory.
     """
 
     tool: str
@@ -91,6 +93,7 @@ class TrainingSetup:
     shape: Mapping[str, int] = field(default_factory=dict)
     knobs: Mapping[str, Any] = field(default_factory=dict)
     traits: Traits = Traits()
+    loads_whole: bool = False
     entries: tuple[Entry, ...] = ()
 
     def __post_init__(self) -> None:

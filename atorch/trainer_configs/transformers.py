@@ -196,6 +196,7 @@ def _read_fsdp(fields: Fields, draft: Draft, source: Source) -> None:
             values.setdefault("fsdp_sharding_strategy", name.upper())
         elif name not in ("auto_wrap", "true", "1", "false", "", "none"):
             raise fields.invalid("fsdp", "it is true, or of the words full_shard, shard_grad_op, auto_wrap, offload")
+    draft.fields["loads_whole"] = str(values.get("fsdp_cpu_ram_efficient_loading", False)).lower() != "true"
     fields.tell("fsdp", "used", "FSDP; its settings follow" if given else "no FSDP")
     fields.tell_used("settings of FSDP, which follow", "fsdp_config")
     if given and str(given).lower() not in ("false", "none"):

@@ -44,6 +44,12 @@ def test_an_optimizer_with_temporaries_is_the_peak_where_nothing_else_is_large()
     assert moment(replace(COST, step_itemsize=16.0)) == (4 * 1820, 0, 16 * 1820, 0)
 
 
+def test_whole_gradients_are_shards_when_the_optimizer_steps():
+    cost = replace(COST, step_itemsize=64.0, optim_shards=2.0)
+    assert moment(cost) == (4 * 1820, 0, 64 * 910, 0)  # of ddp
+    assert moment(replace(cost, whole_grads=True)) == (4 * 910, 0, 64 * 910, 0)  # of FSDP2
+
+
 def test_fresh_gradients_stand_beside_those_they_are_added_to():
     cost = replace(COST, grads_persist=True, fresh_itemsize=50.0, bucket_itemsize=1.0)
     assert moment(cost) == (4 * 1820, 0, (50 + 1) * 1820, 0)

@@ -61,10 +61,16 @@ class Zero2(Fsdp):
         return "" if self.backend == "fsdp" else self.backend
 
     def cost(self, cost: Cost) -> Cost:
-        """The cost of fsdp with kept parameters; other backends have full ones and reduce a gradient to its owner."""
-        if self.backend == "fsdp":
+        """The cost of fsdp with kept parameters; other backends have full ones and reduce a gradient to its owner.
+
+        DeepSpeed itself all-reduces them (zero/stage_1_and_2.py, `allreduce_and_scatter`) in every micro-batch.
+        """
+        if cost.keeps_whole:
+            cost = shard_optimizer(cost, reduces="all_reduce", per_micro_batch=True)
+        elif self.backend == "fsdp":
             return super().cost(cost)
-        cost = shard_optimizer(cost, gathers="broadcast" if self.backend == "fairscale" else "all_gather")
+        else:
+            cost = shard_optimizer(cost, gathers="broadcast" if self.backend == "fairscale" else "all_gather")
         return cost.replace(grad_shards=cost.grad_shards * cost.size(*REPLICA_AXES))
 
     def check_optimizer(self, ctx: Context) -> None:

@@ -135,7 +135,8 @@ def profile_of(shape: TransformerShape, request: PlanRequest, device: DeviceSpec
         itemsize=4.0 if dtype == "fp32" else 2.0,
         flash_attention=fused,
         fused_softmax=fused,
-        **{"fused_norm": False, "fused_activation": False, **request.trainer_traits.kernels},
+        # Transformers' loss (loss/loss_utils.py) takes a log-softmax of logits in fp32, and has two gradients of it.
+        **{"fused_norm": False, "fused_activation": False, "loss_bytes": 8.0, **request.trainer_traits.kernels},
     )
     if request.adapters is None:
         profile = transformer_profile(shape, implementation=keep)
