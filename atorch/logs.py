@@ -41,7 +41,7 @@ def name_rank(rank: Callable[[], int | None]) -> None:
 
 
 @functools.cache
-def say_once(message: str, level: int = logging.INFO) -> None:
+def log_once(message: str, level: int = logging.INFO) -> None:
     """Log a message once per process."""
     logger.log(level, message)
 
@@ -59,7 +59,7 @@ def muted(name: str) -> Iterator[None]:
 
 
 @contextmanager
-def speaking(more: bool) -> Iterator[None]:
+def verbose_logging(more: bool) -> Iterator[None]:
     """With `more`, also show messages of level INFO inside, on standard error if no handler exists."""
     if not more or logger.isEnabledFor(logging.INFO):
         yield

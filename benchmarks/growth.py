@@ -263,7 +263,7 @@ def _start(name: str, size: int) -> dict[str, float]:
 
 def _ranking(shape: str, devices: str) -> dict[str, float]:
     import atorch.auto.opt_lib  # noqa: F401  registers the methods
-    from atorch.auto.planner.ranking import RankingSummary, Wanted, best_level, methods_of
+    from atorch.auto.planner.ranking import RankingSummary, SearchLimits, best_level, methods_of
     from atorch.cluster.spec import ClusterSpec
     from atorch.cost import plain_cost
     from atorch.cost.transformer import Implementation, TransformerShape, transformer_profile
@@ -272,11 +272,11 @@ def _ranking(shape: str, devices: str) -> dict[str, float]:
     profile = transformer_profile(TransformerShape(**SHAPES[shape], head_dim=128), 1, Implementation(itemsize=4.0))
     start = plain_cost(profile, 4 * cluster.world_size, cluster.device.memory_bytes)
     before, began = _peak_mib(), time.perf_counter()
-    ranking = best_level(profile, start, cluster, Wanted())
+    ranking = best_level(profile, start, cluster, SearchLimits())
     seconds, mib = time.perf_counter() - began, _peak_mib() - before
     message = RankingSummary.of(ranking)
     began = time.perf_counter()
-    rebuilt = message.ranking(methods_of(Wanted().space(profile, cluster, Wanted().levels[-1])))
+    rebuilt = message.ranking(methods_of(SearchLimits().space(profile, cluster, SearchLimits().levels[-1])))
     others = time.perf_counter() - began
     assert rebuilt == ranking
     return {

@@ -102,7 +102,7 @@ def traced_costs(make: Callable[[], tuple[nn.Module, int]]) -> list[float]:
         lambda model, batch: model(**batch),
         lambda batch, output: output.loss,
         device,
-        fold=lambda cost: cost.but(dtype="bfloat16"),
+        fold=lambda cost: cost.replace(dtype="bfloat16"),
     )
     return [unit.seconds for unit in units]
 

@@ -22,10 +22,10 @@ PROBE = """
 import json, resource, time, torch, transformers
 from torch.utils.data import Dataset
 from atorch.auto.job import make_context
-from atorch.auto.planner.dry_runs.trial import Feed
+from atorch.auto.planner.dry_runs.trial import BatchCache
 from atorch.auto.planner.planner import starting_point
-from atorch.auto.planner.ranking import Wanted, ranked
-from atorch.auto.strategy import EXACTNESS
+from atorch.auto.planner.ranking import SearchLimits, ranked
+from atorch.auto.strategy import PRECISIONS
 from atorch.cluster.spec import ClusterSpec
 from atorch.distributed import world as worlds
 torch.set_num_threads(1)
@@ -44,7 +44,7 @@ peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 before, start = peak(), time.perf_counter()
 ctx = make_context(model, torch.optim.AdamW, Tokens(), lambda b, o: o["loss"], model_input_format="unpack_dict",
                    dataloader_args={"batch_size": 8}, world=world, cluster=cluster)
-ranking = ranked(*starting_point(ctx, Feed(ctx)), ctx.cluster, Wanted(), EXACTNESS[-1])
+ranking = ranked(*starting_point(ctx, BatchCache(ctx)), ctx.cluster, SearchLimits(), PRECISIONS[-1])
 print(json.dumps({"s": time.perf_counter() - start, "mib": peak() - before, "num": ranking.num_compositions,
                   "params": sum(p.numel() for p in model.parameters())}))
 """

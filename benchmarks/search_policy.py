@@ -41,7 +41,7 @@ from atorch.auto.planner.dry_runs.surrogate_model import PRIORS, compiled_launch
 from atorch.auto.planner.dry_runs.time_budget import FIRST_STEPS, Starts, TimeBudget
 from atorch.auto.planner.plan import Scored
 from atorch.auto.planner.planner import compiled_ops
-from atorch.auto.planner.ranking import Wanted, best_level, compiles
+from atorch.auto.planner.ranking import SearchLimits, best_level, compiles
 from atorch.auto.strategy import Strategy
 from atorch.cluster.spec import ClusterSpec
 from atorch.cost import Cost, ModelProfile, plain_cost
@@ -74,7 +74,7 @@ class Searched:
     def of(cls, name: str, profile: ModelProfile, batch: int, cluster: ClusterSpec) -> Searched:
         """The job of a traced model, with the batch of all devices."""
         start = plain_cost(profile, batch, cluster.device.memory_bytes)
-        candidates = best_level(profile, start, cluster, Wanted()).fitting
+        candidates = best_level(profile, start, cluster, SearchLimits()).fitting
         costs = [scored.strategy.cost(start) for scored in candidates]
         return cls(name, cluster, candidates, costs, compiled_ops(profile), float(profile.param_bytes))
 

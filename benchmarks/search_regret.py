@@ -139,7 +139,7 @@ def in_process(name: str, quick: bool) -> dict[str, Any] | None:
     """Choose, measure the most promising strategies, then the choice and the best in turns, on two processes."""
     from atorch.auto.planner.dry_runs.fault_barrier import Coordinator
     from atorch.auto.planner.dry_runs.step_timing import measure as measure_trial
-    from atorch.auto.planner.dry_runs.trial import Feed, Trial
+    from atorch.auto.planner.dry_runs.trial import BatchCache, Trial
     from atorch.auto.planner.plan import Measurement
     from atorch.auto.planner.planner import sample_of, search
     from atorch.auto.strategy import Strategy
@@ -149,7 +149,7 @@ def in_process(name: str, quick: bool) -> dict[str, Any] | None:
     began = time.monotonic()
     plan = search(ctx, time_limit=10.0 if quick else None)
     search_s = time.monotonic() - began
-    coordinator, feed = Coordinator(ctx.world), Feed(ctx)
+    coordinator, feed = Coordinator(ctx.world), BatchCache(ctx)
     ctx = replace(ctx, sample_batch=sample_of(ctx, feed))  # some methods watch a pass before they split the model
     others = [item for item in plan.rejected if item.estimate is not None and item.why not in ("hardware", "memory")]
     others.sort(key=lambda other: other.estimate.step_s if other.estimate else math.inf)

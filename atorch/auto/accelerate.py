@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from atorch.auto.context import AccelerateResult, ParamGroups
     from atorch.auto.planner.plan import Plan
-    from atorch.auto.strategy import Exactness, Strategy
+    from atorch.auto.strategy import PrecisionLevel, Strategy
     from atorch.cluster.spec import ClusterSpec
     from atorch.cost import ModelProfile
     from atorch.cost.transformer import TransformerShape
@@ -47,7 +47,7 @@ def auto_accelerate(
     ignore_dryrun_on_load_strategy: bool = True,
     verbose: bool = False,
     time_limit: float | None = None,
-    precision: Exactness | None = None,
+    precision: PrecisionLevel | None = None,
     calibration: bool | str | os.PathLike[str] = True,
     find_unused_parameters: bool = False,
     sampler_seed: int = 0,
@@ -141,7 +141,7 @@ def plan(
     included: Sequence[str] | None = None,
     fixed: Any = None,
     extend: Any = None,
-    precision: Exactness = "half",
+    precision: PrecisionLevel = "half",
     host_memory: bool | None = None,
     objective: str = "step_time",
     reserve: float = 0.05,
@@ -202,9 +202,9 @@ def plan(model: Any, *given: Any, cluster: Any = None, **kargs: Any) -> Plan:
     if is_source(model):
         return plan_of(model, given, cluster, kargs)
     if cluster is not None:
-        from atorch.auto.plan_for_cluster import plan_elsewhere
+        from atorch.auto.plan_for_cluster import plan_for_cluster
 
-        return plan_elsewhere(model, given, cluster, kargs)
+        return plan_for_cluster(model, given, cluster, kargs)
     from atorch.auto.arguments import call_of_plan
     from atorch.auto.session import searched
 

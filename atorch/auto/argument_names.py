@@ -51,7 +51,7 @@ INSTEAD: Mapping[str, str] = {
 """Patterns of unknown argument names → the remedy."""
 
 
-def positioned(positional: Sequence[Any], names: Sequence[str], keywords: Mapping[str, Any]) -> dict[str, Any]:
+def name_positional(positional: Sequence[Any], names: Sequence[str], keywords: Mapping[str, Any]) -> dict[str, Any]:
     """Positional arguments of `plan` under their names; raises ArgumentError for one too many or given twice."""
     if len(positional) > len(names):
         raise ArgumentError(
@@ -64,7 +64,7 @@ def positioned(positional: Sequence[Any], names: Sequence[str], keywords: Mappin
     return placed
 
 
-def meant(name: str, arguments: Collection[str]) -> str:
+def argument_remedy(name: str, arguments: Collection[str]) -> str:
     """The end of an error about an unknown argument: the remedy."""
     for wrong, instead in INSTEAD.items():
         if re.fullmatch(wrong, name.lower()):

@@ -24,14 +24,14 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, ValidationInfo
 
-from atorch.auto.argument_names import meant, positioned
+from atorch.auto.argument_names import argument_remedy, name_positional
 from atorch.auto.checks import Arguments
 from atorch.auto.job import Job
 from atorch.auto.planner.request import PLAN_OPTIONS
-from atorch.auto.strategy import EXACTNESS, Exactness, Strategy
+from atorch.auto.strategy import PRECISIONS, PrecisionLevel, Strategy
 from atorch.distributed import world as worlds
 from atorch.distributed.collectives import call_on_all_ranks
-from atorch.distributed.fingerprints import Fact, Facts, described, described_dataset, described_model, structure
+from atorch.distributed.fingerprints import Fact, Facts, facts_of, facts_of_dataset, facts_of_model, structure
 from atorch.errors import ArgumentError
 from atorch.files import FileKind, check_target
 
@@ -84,9 +84,9 @@ class CallOptions(Arguments):
     ignore_dryrun_on_load_strategy: Flag = _flag(True)
     verbose: Flag = _flag(False)
     time_limit: float | None = Field(None, gt=0, description="a number of seconds above 0, or None")
-    precision: Exactness | None = Field(
+    precision: PrecisionLevel | None = Field(
         None,
-        description=f"the lowest that you allow: one of {', '.join(map(repr, EXACTNESS))}, or None for "
+        description=f"the lowest that you allow: one of {', '.join(map(repr, PRECISIONS))}, or None for "
         "'autocast' and lower only where nothing else fits",
     )
     calibration: Annotated[bool | str | os.PathLike[str], AfterValidator(_file)] = Field(
@@ -157,7 +157,7 @@ def call_of_auto_accelerate(arguments: Mapping[str, Any], others: Mapping[str, A
 
     def read() -> Request:
         for name in others:
-            raise ArgumentError(f"auto_accelerate has no argument {name!r}; {meant(name, arguments)}")
+            raise ArgumentError(f"auto_accelerate has no argument {name!r}; {argument_remedy(name, arguments)}")
         return Request.of(arguments)
 
     return _agreed("auto_accelerate", {**arguments, **others}, read)
@@ -173,7 +173,7 @@ def call_of_plan(model: Any, positional: Sequence[Any], keywords: Mapping[str, A
     known = [name for name in (*Job.model_fields, *CallOptions.model_fields) if name not in OF_STRATEGIES]
 
     def read() -> Request:
-        wanted = {"model": model, **keywords, **positioned(positional, names, keywords)}
+        wanted = {"model": model, **keywords, **name_positional(positional, names, keywords)}
         for name in wanted:
             if name in PLAN_OPTIONS and name not in known:
                 raise ArgumentError(
@@ -181,7 +181,7 @@ def call_of_plan(model: Any, positional: Sequence[Any], keywords: Mapping[str, A
                     f"cluster='8xH100-80GB', {name}=…)"
                 )
             if name not in known:
-                raise ArgumentError(f"plan has no argument {name!r}; {meant(name, known)}")
+                raise ArgumentError(f"plan has no argument {name!r}; {argument_remedy(name, known)}")
         return Request.of(wanted)
 
     return _agreed("plan", {"model": model, **keywords, **dict(zip(names, positional, strict=False))}, read)
@@ -203,16 +203,16 @@ def _argument_facts(arguments: Mapping[str, Any]) -> Mapping[str, Facts]:
     for name, value in arguments.items():
         if name not in OWN:
             value = () if value is None and name in OPTIONAL else value
-            facts.update(described(name, value, bound=name not in CALLED_BY_RANK))
+            facts.update(facts_of(name, value, bound=name not in CALLED_BY_RANK))
     saves = arguments.get("save_strategy_to_file")
     facts["save_strategy_to_file"] = Fact("not given" if saves is None else "given")
     facts.update(structure("sample_batch", arguments.get("sample_batch")))
-    return {"arguments": facts, "dataset": described_dataset(arguments.get("dataset"))}
+    return {"arguments": facts, "dataset": facts_of_dataset(arguments.get("dataset"))}
 
 
 def _call_facts(call: Request) -> Mapping[str, Facts]:
     strategy = Fact("None" if call.strategy is None else f"[{call.strategy}]")
-    return {"load_strategy": {"load_strategy": strategy}, **described_model(call.job.model)}
+    return {"load_strategy": {"load_strategy": strategy}, **facts_of_model(call.job.model)}
 
 
 def _check_target(path: str | os.PathLike[str]) -> None:
@@ -228,5 +228,5 @@ def _need_for_steps(job: Job) -> None:
     if missing:
         raise ArgumentError(
             f"the fully automatic mode and dry runs take real steps, so they need {' and '.join(missing)}; "
-            "give it, or give a load_strategy alone"
+            "give it, or give only a load_strategy"
         )

@@ -31,10 +31,10 @@ from atorch.distributed.collectives import (
     all_reduce_max,
     call_on_all_ranks,
     from_rank_zero,
-    own_rank,
+    global_rank,
     world_group,
 )
-from atorch.distributed.fingerprints import Facts, described
+from atorch.distributed.fingerprints import Facts, facts_of
 from atorch.distributed.mesh import BATCH_AXES, Mesh
 from atorch.distributed.rng import RandomState
 from atorch.errors import ArgumentError, CheckpointError, shown
@@ -106,7 +106,7 @@ def save_checkpoint(
         compared = _compared(folder, extra, background=background)
         for name, value in (extra or {}).items():
             extra_state[name] = value.state_dict() if hasattr(value, "state_dict") else value
-        return {**compared, "extra": described("extra", extra_state)}
+        return {**compared, "extra": facts_of("extra", extra_state)}
 
     held, states = call_on_all_ranks("save_checkpoint", facts, lambda: held_by(result))
     tensors, plain, ranks = model_content(result, held, states)
@@ -120,7 +120,7 @@ def save_checkpoint(
         "rng": RandomState.now().as_plain(),
         "buffers": {
             entry.name: entry.tensor.detach() for entry in held
-            if is_buffer(entry) and ranks[own_rank()]["buffers"][entry.name] != first_with(ranks, entry.name)[1]
+            if is_buffer(entry) and ranks[global_rank()]["buffers"][entry.name] != first_with(ranks, entry.name)[1]
         },
     }  # fmt: skip
     if isinstance(result.dataloader, Loader):
@@ -214,7 +214,7 @@ def _compared(folder: AnyPath, extra: Mapping[str, Any] | None, **others: Any) -
         raise ArgumentError(f"folder is {shown(folder)}; give the path of a folder")
     if extra is not None and not isinstance(extra, Mapping):
         raise ArgumentError(f"extra is {shown(extra)}; give a dict of what to save, by name")
-    return {name: described(name, value) for name, value in {"folder": str(folder), **others}.items()}
+    return {name: facts_of(name, value) for name, value in {"folder": str(folder), **others}.items()}
 
 
 def _result(given: Any, call: str) -> AccelerateResult:

@@ -74,7 +74,7 @@ def check_call(
         if key not in names:
             raise ArgumentError(
                 f"{name} is {called}, which does not take {key}; it has DistributedSampler's interface. A sampler of "
-                "another kind goes into dataloader_args, as {'sampler': sampler}, and is shared out"
+                "another kind goes into dataloader_args, as {'sampler': sampler}; processes divide its samples"
             )
     try:
         signature.bind(*by_place.split(", "), **keywords)
@@ -95,7 +95,7 @@ def _check_mode() -> None:
     if default.type == "meta":
         raise ArgumentError(
             "torch's default device is meta, on which every tensor that is made has no values; call "
-            "torch.set_default_device('cpu') first, or make the model under `with torch.device('meta')` alone"
+            "torch.set_default_device('cpu') first, or make only the model under `with torch.device('meta')`"
         )
 
 
@@ -127,7 +127,7 @@ def checked_model(model: object) -> nn.Module:
                 "make the model outside of it"
             )
     if hasattr(model, "_atorch"):
-        raise ArgumentError("this model was accelerated before; give a fresh one, a strategy changes modules in place")
+        raise ArgumentError("this model was accelerated before; give a new one, since strategies change modules")
     return model
 
 

@@ -30,10 +30,10 @@ from atorch.model.user_functions import LossFunc
 from atorch.runtime.chunk.parameter import ChunkedParameter
 from atorch.runtime.data.loader import Loader, shares_out
 from atorch.runtime.gradients.backward import OtherGradients
-from atorch.runtime.gradients.clip import ClipsItself, add_clipping, parts_of
+from atorch.runtime.gradients.clip import ClippingModel, add_clipping, parts_of
 from atorch.runtime.gradients.norm_guard import SCALED, guard_gradients
 from atorch.runtime.loss.reduction import LossWeight, Rule, tolerance_of
-from atorch.runtime.loss.rescaling import RankWeight, RankWeighted, num_counts
+from atorch.runtime.loss.rescaling import LossRescaler, RescaledLoss, num_counts
 from atorch.runtime.memory.deferred_output import Deferred
 from atorch.runtime.optimizer.held_tensors import write_part
 from atorch.runtime.optimizer.user_optimizer import keep_to
@@ -66,7 +66,7 @@ class Built:
     args: Mapping[str, bool]
     loss_scale: Callable[[], float] = _unscaled  # factor of gradients until the optimizer steps
     step: Callable[[Any, Any], Any] | None = None  # (batch, output) → loss: a backend's own whole step
-    weighs_ranks: bool = False  # True if loss_func already weights each rank's loss
+    rescales_loss: bool = False  # True if loss_func already rescales each rank's loss (`loss.rescaling`)
 
 
 @dataclass(frozen=True)
@@ -131,14 +131,14 @@ class Context:
     layout: ModelLayout | None = None  # the split of parameters over the axis tensor
     on_host: tuple[torch.Tensor, ...] = ()  # parameters and other tensors in host memory
     loss_scale: Callable[[], float] = _unscaled  # factor of gradients until the optimizer steps
-    unrounded: MutableMapping[torch.Tensor, torch.Tensor] = field(default_factory=dict)  # parameter → exact value
+    fp32_values: MutableMapping[torch.Tensor, torch.Tensor] = field(default_factory=dict)  # parameter → value
     initial: ValueSource | None = None  # of a model on the meta device; None if it has values, or gets none
-    rank_weights: list[RankWeight] = field(default_factory=list)  # of what was built, by kind of batch
+    rescalers: list[LossRescaler] = field(default_factory=list)  # of what was built, by kind of batch
     seen: MutableMapping[str, Any] = field(default_factory=dict)  # observations of the model, shared by all candidates
     other_modules: OtherModules = field(default_factory=OtherModules)  # that loss_func and prepare_input reach
     other_gradients: OtherGradients = field(default_factory=OtherGradients)  # to restore after trial passes
     already_warned: MutableSet[str] = field(default_factory=set)  # warnings already given, at most once a job
-    learnt: Mapping[str, Any] = field(default_factory=dict)  # JSON data for the metadata of a saved strategy
+    metadata: Mapping[str, Any] = field(default_factory=dict)  # JSON data for the metadata of a saved strategy
 
     @property
     def device(self) -> torch.device:
@@ -176,7 +176,7 @@ class Context:
         )
         for finish in self.finish:
             built = finish(built)
-        if built.loss_func is not None and self.batch_axes and not built.weighs_ranks:
+        if built.loss_func is not None and self.batch_axes and not built.rescales_loss:
             built = replace(built, loss_func=self._weighted(built.model, built.loss_func, built.dataloader))
         binding = ModelFacts(self.mesh, built.loss_scale, self.layout)
         for marked in (self.root, built.model):
@@ -212,7 +212,7 @@ class Context:
             why = SCALED
         elif self.mesh is not None and self.mesh.size("pipeline") > 1:
             why = "is of one stage, and other processes have those of the other stages"
-        elif isinstance(built.model, ClipsItself):
+        elif isinstance(built.model, ClippingModel):
             why = "is on the process that steps it, which has no others"
         elif self.layout is not None:
             why = "is one of those that the processes of the axis tensor have parts of"
@@ -239,11 +239,11 @@ class Context:
             write_part(names, target, value, rows, rank)
             keeps_exact = isinstance(target, ChunkedParameter) or hasattr(target, "placements")
             if target.requires_grad and value.dtype != target.dtype and not keeps_exact:
-                self.unrounded[target] = (value if rows is None else rows.take(value, rank)).detach().clone()
+                self.fp32_values[target] = (value if rows is None else rows.take(value, rank)).detach().clone()
 
         return write
 
-    def rank_weight(self, rule: LossWeight, loader: DataLoader[Any] | None) -> RankWeight | None:
+    def rescaler(self, rule: LossWeight, loader: DataLoader[Any] | None) -> LossRescaler | None:
         """The weight of this rank's loss among those of ranks with other samples; None if there are no such ranks.
 
         loader: the job's loader, which gives every rank equally many rows.
@@ -251,8 +251,8 @@ class Context:
         if not self.batch_axes:
             return None
         group = self.need_mesh().group(*BATCH_AXES)
-        weight = RankWeight(rule, group, lambda rows: shares_out(loader, rows), self.already_warned)
-        self.rank_weights.append(weight)
+        weight = LossRescaler(rule, group, lambda rows: shares_out(loader, rows), self.already_warned)
+        self.rescalers.append(weight)
         return weight
 
     def num_counts(self, batch: Any) -> int:
@@ -260,12 +260,12 @@ class Context:
         return num_counts(self.loss_weight, batch)
 
     def _weighted(self, model: nn.Module, loss_func: LossFunc, loader: DataLoader[Any] | None) -> LossFunc:
-        def make() -> RankWeight:
-            weight = self.rank_weight(LossWeight(self.loss_weight, tolerance_of(self.compute_dtype)), loader)
+        def make() -> LossRescaler:
+            weight = self.rescaler(LossWeight(self.loss_weight, tolerance_of(self.compute_dtype)), loader)
             assert weight is not None, "there are several ranks"
             return weight
 
-        return RankWeighted(model, loss_func, make)
+        return RescaledLoss(model, loss_func, make)
 
     def _build_loader(self) -> DataLoader[Any] | None:
         if self.make_loader is None:

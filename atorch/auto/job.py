@@ -13,7 +13,6 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset
 from typing_extensions import Self
 
-from atorch.auto.adapters import adapted
 from atorch.auto.checks import (
     Arguments,
     check_call,
@@ -26,6 +25,7 @@ from atorch.auto.checks import (
     checked_optimizer,
 )
 from atorch.auto.context import Context, ParamGroups
+from atorch.auto.existing_objects import settings_of_objects
 from atorch.cluster.spec import ClusterSpec
 from atorch.distributed.world import World
 from atorch.errors import ArgumentError, AtorchError, shown
@@ -66,7 +66,7 @@ class Job(Arguments):
         Raises:
             AtorchError: for the first invalid argument.
         """
-        return super().of(adapted(arguments))
+        return super().of(settings_of_objects(arguments))
 
     @model_validator(mode="after")
     def _agree(self) -> Self:

@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
-from atorch.auto.argument_names import meant, positioned
+from atorch.auto.argument_names import argument_remedy, name_positional
 from atorch.auto.opt_lib.shared.optimizer_compatibility import kernel_notes
 from atorch.auto.planner.request import PLAN_OPTIONS, PlanJob, PlanRequest
-from atorch.auto.simulated_candidates import Allowance, Doing, simulated
+from atorch.auto.simulated_candidates import Doing, SimulationLimits, simulated
 from atorch.auto.strategy import Strategy
 from atorch.cluster.spec import ClusterSpec
 from atorch.cost import ModelProfile
@@ -54,7 +54,7 @@ class Subject:
     model: str | None = None  # its id on the Hub, if it has one
 
 
-def plan_elsewhere(model: Any, positional: Sequence[Any], cluster: Any, keywords: Mapping[str, Any]) -> ClusterPlan:
+def plan_for_cluster(model: Any, positional: Sequence[Any], cluster: Any, keywords: Mapping[str, Any]) -> ClusterPlan:
     """Carry out `plan` for a cluster.
 
     Raises:
@@ -63,11 +63,11 @@ def plan_elsewhere(model: Any, positional: Sequence[Any], cluster: Any, keywords
     from atorch.auto.solve import solved
     from atorch.auto.sources import JobSource
 
-    wanted = {**keywords, **positioned(positional, ("sample_batch",), keywords)}
+    wanted = {**keywords, **name_positional(positional, ("sample_batch",), keywords)}
     sample_batch = wanted.pop("sample_batch", None)
     for name in wanted:
         if name not in ("solve", *PLAN_OPTIONS, *_JOB):
-            remedy = meant(name, ("solve", *PLAN_OPTIONS, *_JOB, "sample_batch"))
+            remedy = argument_remedy(name, ("solve", *PLAN_OPTIONS, *_JOB, "sample_batch"))
             raise ArgumentError(f"plan for a cluster has no argument {name!r}; {remedy}")
     spec = cluster_of(cluster)
     what = wanted.pop("solve", None)
@@ -152,8 +152,8 @@ def plan_for(
 
     def verified(plan: ClusterPlan) -> ClusterPlan:
         if verify is None:
-            return _verified(plan, subject, VERIFIED, Allowance(until, FEW_BYTES), doing)
-        return _verified(plan, subject, verify, Allowance(real_bytes=_room()), doing)
+            return _verified(plan, subject, VERIFIED, SimulationLimits(until, FEW_BYTES), doing)
+        return _verified(plan, subject, verify, SimulationLimits(real_bytes=_room()), doing)
 
     plan = ask(request.reserve)
     plan = _fitting(plan, ask, verified) if verify != 0 else plan
@@ -206,7 +206,9 @@ def _room() -> float:
     return ROOM * float(psutil.virtual_memory().available)
 
 
-def _verified(plan: ClusterPlan, subject: Subject, count: int, allowance: Allowance, doing: Doing) -> ClusterPlan:
+def _verified(
+    plan: ClusterPlan, subject: Subject, count: int, allowance: SimulationLimits, doing: Doing
+) -> ClusterPlan:
     """The plan with the first `count` of its ranking simulated."""
     chosen = {ranked.strategy.methods: ranked.estimate for ranked in plan.ranking[:count]}
     candidates = [(Strategy(methods), estimate.peak_bytes) for methods, estimate in chosen.items()]

@@ -26,12 +26,12 @@ from atorch.checkpoint.pretrained import (
     open_pretrained,
 )
 from atorch.checkpoint.reading import Checkpoint
-from atorch.distributed.collectives import all_or_none, call_on_all_ranks, gather_objects, own_rank
-from atorch.distributed.fingerprints import described
+from atorch.distributed.collectives import all_or_none, call_on_all_ranks, gather_objects, global_rank
+from atorch.distributed.fingerprints import facts_of
 from atorch.errors import ArgumentError, CheckpointError, shown
 from atorch.files import AnyPath
 from atorch.model.meta_device import first_names, is_meta
-from atorch.model.structure import written_class
+from atorch.model.structure import user_class
 from atorch.model.wrapper import Wrapper
 from atorch.runtime.optimizer.held_tensors import HeldStates, HeldTensor, held_states, held_tensors
 
@@ -61,7 +61,7 @@ def load_pretrained(model: AccelerateResult | nn.Module, path: AnyPath, *, stric
             raise ArgumentError(f"load_pretrained was given {shown(model)}; give what auto_accelerate returned")
         return model, held_tensors(model), {}
 
-    given = {"path": described("path", str(path)), "strict": described("strict", strict)}
+    given = {"path": facts_of("path", str(path)), "strict": facts_of("strict", strict)}
     module, held, masters = call_on_all_ranks("load_pretrained", lambda: given, opened)
     with open_pretrained(path) as source:
         load_model(source, held, module, strict, masters)
@@ -169,7 +169,7 @@ def _names(source: Checkpoint, held: Sequence[HeldTensor], model: nn.Module, str
     texts = [f"{what} {first_names(names)}" for what, names in (("lacks", lacking), ("has", more)) if names]
     is_other = not saved.keys() & known
     if texts and (strict or is_other):
-        other, kind = "" if is_other else ", or strict=False to load what both have", written_class(_unwrapped(model))
+        other, kind = "" if is_other else ", or strict=False to load what both have", user_class(_unwrapped(model))
         raise CheckpointError(
             f"{source.path} {' and '.join(texts)}, other than the model {kind.__name__}; give the same model's{other}"
         )
@@ -208,7 +208,7 @@ def export(
         raise ArgumentError(f"tokenizer is {shown(tokenizer)}; give one of Hugging Face's, which has save_pretrained")
     need_result(result, "export")
     more = [] if tokenizer is None else [tokenizer]
-    given = {name: described(name, str(value)) for name, value in (("path", path), ("dtype", dtype))}
+    given = {name: facts_of(name, str(value)) for name, value in (("path", path), ("dtype", dtype))}
     held, states = call_on_all_ranks("export", lambda: given, lambda: held_by(result, only_masters=True))
     tensors, plain, _ = model_content(result, held, states)
     stem, adapter = "model", all_or_none(lambda: _adapter(result.model, tensors))
@@ -280,7 +280,7 @@ def model_content(
         logical = entry.logical()
         if entry.name in masters:
             logical = own_masters.get(entry.name) or LogicalTensor(entry.shape, torch.float32, [])
-        elif is_buffer(entry) and first_with(ranks, entry.name)[0] != own_rank():
+        elif is_buffer(entry) and first_with(ranks, entry.name)[0] != global_rank():
             logical = LogicalTensor(entry.shape, logical.dtype, [])  # ranks may differ: the first one's is saved
         tensors[MODEL + entry.name] = logical
     plain: dict[str, Any] = {"aliases": {name: entry.name for entry in held for name in entry.names[1:]}}
@@ -293,7 +293,7 @@ def _configs(model: nn.Module) -> dict[str, Any]:
     given: dict[str, Any] = {name: getattr(model, name, None) for name in CONFIGS}
     configs = {name: json.loads(one.to_json_string()) for name, one in given.items() if hasattr(one, "to_json_string")}
     if "config" in configs:
-        configs["config"]["architectures"] = [written_class(model).__name__]
+        configs["config"]["architectures"] = [user_class(model).__name__]
     return configs
 
 
@@ -310,7 +310,6 @@ def is_buffer(entry: HeldTensor) -> bool:
 
 
 def first_with(ranks: Sequence[Mapping[str, Any]], buffer: str) -> tuple[int, int]:
-    """The first rank that has a buffer, and its checksum."""
     return next((index, rank["buffers"][buffer]) for index, rank in enumerate(ranks) if buffer in rank["buffers"])
 
 

@@ -35,7 +35,7 @@ from atorch.model.pytree import same_values
 from atorch.model.state import Attributes, ParameterWrite, children_in_eval, evaluating, restored_state
 from atorch.model.user_functions import value_of
 from atorch.runtime.data.batches import joined, num_rows, take
-from atorch.runtime.gradients.backward import muted
+from atorch.runtime.gradients.backward import without_user_hooks
 from atorch.runtime.gradients.clip import Spread
 from atorch.runtime.gradients.gradient_check import GradientSample, sample_of
 from atorch.units import format_bytes
@@ -64,7 +64,7 @@ NOISE: Mapping[str, float] = {"fp16": 4.0, "bf16": 4.0, "fp8": 4.0}
 
 
 @dataclass(frozen=True)
-class Figures:
+class StepMetrics:
     """Figures of a pass over all samples."""
 
     loss: float
@@ -77,18 +77,18 @@ class Figures:
     def __str__(self) -> str:
         return f"loss {self.loss:.6g}" + ("" if self.grad_norm is None else f", gradient norm {self.grad_norm:.6g}")
 
-    def __mul__(self, factor: float) -> Figures:
+    def __mul__(self, factor: float) -> StepMetrics:
         """Figures of a plain pass whose loss is multiplied by `factor`."""
         norm = None if self.grad_norm is None else self.grad_norm * factor
-        return Figures(self.loss * factor, norm, {name: sample * factor for name, sample in self.gradients.items()})
+        return StepMetrics(self.loss * factor, norm, {name: sample * factor for name, sample in self.gradients.items()})
 
-    def __add__(self, other: Figures) -> Figures:
+    def __add__(self, other: StepMetrics) -> StepMetrics:
         """Figures of the sum of both passes' losses, without a norm."""
         sums = {
             name: replace(sample, values=sample.values + other.gradients[name].values)
             for name, sample in self.gradients.items()
         }
-        return Figures(self.loss + other.loss, None, sums)
+        return StepMetrics(self.loss + other.loss, None, sums)
 
 
 @dataclass(frozen=True)
@@ -100,10 +100,10 @@ class ReferenceStep:
     shares: int = 1  # number of processes that the batch is split over
     is_repeated: bool = False  # `batch` is one share, and the other shares are copies of it
     precision: str = "fp32"
-    training: Figures = Figures(math.nan, None)
-    by_share: tuple[Figures, ...] = ()  # each share alone, one if `is_repeated`; empty if a share fails alone
+    training: StepMetrics = StepMetrics(math.nan, None)
+    by_share: tuple[StepMetrics, ...] = ()  # each share alone, one if `is_repeated`; empty if a share fails alone
     depends_on_sharing: bool = False  # the pass in training mode draws random numbers or changes buffers
-    evaluating: Figures | None = None  # of evaluation mode, if training mode depends on sharing and this does not
+    evaluating: StepMetrics | None = None  # of evaluation mode, if training mode depends on sharing and this does not
     evaluates: bool = False  # whether the model runs in evaluation mode without gradients
     prompt: Tensor | None = None  # tokens from which the model generates
     moves_buffers: bool = False
@@ -139,7 +139,7 @@ def plain_pass(ctx: Context, shares: int, read: Callable[[], Any]) -> ReferenceS
             if shares == 1 or not eval_seen.depends_on_sharing:  # as quantization's observers do
                 evaluating = eval_seen.training
         training = seen.training
-        by_share: tuple[Figures, ...] = (training,) if shares == 1 else ()
+        by_share: tuple[StepMetrics, ...] = (training,) if shares == 1 else ()
         if shares > 1 and not lone.communicates:
             by_share = _by_share(ctx, batch, 1 if is_repeated else shares, within, training)
         if is_repeated and _on_every_process(lambda: _adds_up(ctx, batch, within, BANDS[seen.precision][0])):
@@ -266,7 +266,7 @@ def tried(work: Callable[[], T]) -> tuple[T | None, str | None]:
         return None, f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
-def _by_share(ctx: Context, batch: Any, shares: int, within: Within, whole: Figures) -> tuple[Figures, ...]:
+def _by_share(ctx: Context, batch: Any, shares: int, within: Within, whole: StepMetrics) -> tuple[StepMetrics, ...]:
     """The figures of each share alone, one on every process; empty if a share cannot be run alone."""
     rows, index = num_rows(batch=batch), ctx.world.rank % shares
     share = take(batch, index * rows // shares, (index + 1) * rows // shares, rows)
@@ -287,8 +287,8 @@ def _run_plainly(
         return tensor.detach()  # an operation that saves its own output would hold itself forever
 
     mode = children_in_eval(model) if in_evaluation_mode else nullcontext()
-    preserved, is_muted = ctx.other_modules.at_first_watched(), muted(model.parameters())
-    with preserved, restored_state(model, ctx.device) as writes, mode, seeded(), torch.enable_grad(), is_muted:
+    preserved, no_user_hooks = ctx.other_modules.at_first_watched(), without_user_hooks(model.parameters())
+    with preserved, restored_state(model, ctx.device) as writes, mode, seeded(), torch.enable_grad(), no_user_hooks:
         attributes = Attributes(model)
         before, buffers = drawn(ctx.device), [buffer.clone() for buffer in model.buffers()]
         with within():
@@ -300,7 +300,7 @@ def _run_plainly(
             loss.backward()
         now = list(model.buffers())
         moves = len(buffers) != len(now) or not all(map(same_values, buffers, now))
-        figures = Figures(float(loss.detach()), _norm(model), sample_of(model, like), drawn=after)
+        figures = StepMetrics(float(loss.detach()), _norm(model), sample_of(model, like), drawn=after)
         changes, counters = writes.changes(), attributes.counters()
     dtypes |= {parameter.dtype for parameter in model.parameters()}
     precision = "tf32" if ctx.device.type == "cuda" else "fp32"
@@ -327,7 +327,6 @@ def _adds_up(ctx: Context, batch: Any, within: Within, band: float) -> bool:
 
 
 def repeated(batch: Any, times: int) -> Any:
-    """The batch, concatenated `times` times."""
     rows, whole = num_rows(batch=batch), batch
     for count in range(1, times):
         whole = joined(whole, batch, count * rows, rows)

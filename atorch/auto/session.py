@@ -27,11 +27,11 @@ from atorch.auto.verification import as_strategy_errors, cannot_evaluate, check
 from atorch.cluster.spec import ClusterSpec
 from atorch.distributed import world as worlds
 from atorch.distributed.collectives import all_or_none, call_on_all_ranks, from_rank_zero, require_equal, synchronise
-from atorch.distributed.fingerprints import described_optimizer
+from atorch.distributed.fingerprints import facts_of_optimizer
 from atorch.distributed.mesh import AXES, BATCH_AXES, current, set_current
 from atorch.errors import ArgumentError, AtorchError, NoFeasiblePlanError, StrategyError
-from atorch.logs import logger, speaking
-from atorch.model.copy_isolation import separate
+from atorch.logs import logger, verbose_logging
+from atorch.model.copy_isolation import make_writable
 from atorch.model.deferred_init import InitialValues
 from atorch.model.meta_device import has_meta, need_values
 from atorch.runtime.chunk.parameter import ChunkedParameter
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 def run(call: Request) -> tuple[bool, AccelerateResult | None, Strategy | None]:
     """Do the work of `auto_accelerate`: prepare, choose, and `accelerate` with the choice; then save it."""
     began, options = time.monotonic(), call.options
-    with speaking(options.verbose and worlds.init().rank == 0):
+    with verbose_logging(options.verbose and worlds.init().rank == 0):
         ctx, requested = _prepare(call)
         try:
             with ctx.other_modules.at_first():
@@ -127,7 +127,7 @@ def _searched(ctx: Context, fixed: Strategy | None, call: Request, began: float)
 
 
 def accelerate(ctx: Context, strategy: Strategy, verify: bool) -> tuple[AccelerateResult, Strategy]:
-    """Carry out a complete strategy: reference step → apply → build → verify. The strategy gets learnt metadata.
+    """Carry out a complete strategy: reference step → apply → build → verify. The strategy gets metadata.
 
     Raises:
         StrategyError: with `verify`, if its first pass differs from plain training's.
@@ -156,7 +156,7 @@ def accelerate(ctx: Context, strategy: Strategy, verify: bool) -> tuple[Accelera
     mesh = applied.need_mesh()
     together_on = [axis for axis in AXES if axis not in BATCH_AXES and mesh.size(axis) > 1]
     watch_batches(result.model, {axis: mesh.group(axis) for axis in together_on})
-    return result, replace(strategy, metadata={**strategy.metadata, **applied.learnt})
+    return result, replace(strategy, metadata={**strategy.metadata, **applied.metadata})
 
 
 def _checked(ctx: Context, strategy: Strategy) -> Context:
@@ -168,7 +168,7 @@ def _checked(ctx: Context, strategy: Strategy) -> Context:
     strategy.check_optimizer(ctx)
     ctx = with_sample(ctx, strategy)
     tensors = [*ctx.root.parameters(), *ctx.root.buffers()]
-    separate(tensors)
+    make_writable(tensors)
     if ctx.world.size > 1:
         synchronise(tensors)
     return ctx
@@ -182,13 +182,13 @@ def _reference_step(ctx: Context, shares: int, verify: bool) -> ReferenceStep:
     can_step = None not in (ctx.make_optimizer, ctx.make_loader, ctx.loss_func)
     reference = ctx.plain_pass
     if reference is None and can_step:
-        from atorch.auto.planner.dry_runs.trial import Feed
+        from atorch.auto.planner.dry_runs.trial import BatchCache
 
-        reference = plain_pass(ctx, shares, lambda: Feed(ctx, num_batches=1).batches(0, 1)[0])
+        reference = plain_pass(ctx, shares, lambda: BatchCache(ctx, num_batches=1).batches(0, 1)[0])
     elif reference is None:
         reference = ReferenceStep(why_not="it takes optim_func, dataset and loss_func")
     if verify and reference.why_not is not None and can_step:
-        logger.warning("the strategy cannot be held to plain training's first pass: %s", reference.why_not)
+        logger.warning("the strategy cannot be compared with plain training's first pass: %s", reference.why_not)
     return reference
 
 
@@ -199,7 +199,7 @@ def _build(applied: Context, waits_for_values: bool, cuts: bool) -> AccelerateRe
     log_kernel(result.optim)
     if not cuts:  # optimizers of pipeline stages have different parameters
         call_on_all_ranks(
-            "optim_func", dict, lambda: result.optim, lambda made: {"optimizer": described_optimizer(made)}
+            "optim_func", dict, lambda: result.optim, lambda made: {"optimizer": facts_of_optimizer(made)}
         )
     return result
 
@@ -228,14 +228,14 @@ def with_sample(ctx: Context, strategy: Strategy) -> Context:
     needing = [method.name for method in strategy if method.needs_sample]
     if not needing or ctx.sample_batch is not None:
         return ctx
-    from atorch.auto.planner.dry_runs.trial import Feed
+    from atorch.auto.planner.dry_runs.trial import BatchCache
 
     def first() -> Any:
         if ctx.make_loader is None:
             raise ArgumentError(
                 f"{needing[0]} runs the model on a sample before it splits it; give a dataset, or a sample_batch"
             )
-        return Feed(ctx).batches(0, batch_place(strategy, ctx.device.type)[1])[0]
+        return BatchCache(ctx).batches(0, batch_place(strategy, ctx.device.type)[1])[0]
 
     return replace(ctx, sample_batch=from_rank_zero(all_or_none(first)))
 
@@ -313,7 +313,7 @@ def _loaded(source: Any, ctx: Context) -> Strategy:
 def _with_degrees(strategy: Strategy, ctx: Context) -> Strategy:
     """The strategy with the mesh that is estimated fastest, if it splits the model and gives no mesh."""
     from atorch.auto.planner import estimate
-    from atorch.auto.planner.dry_runs.trial import Feed
+    from atorch.auto.planner.dry_runs.trial import BatchCache
     from atorch.auto.planner.planner import starting_point
 
     if not estimate.lacks_degrees(strategy):
@@ -323,7 +323,7 @@ def _with_degrees(strategy: Strategy, ctx: Context) -> Strategy:
     def chosen() -> ParallelMode | None:
         if ctx.world.rank != 0:
             return None
-        return estimate.fastest_mesh(strategy, *starting_point(sampled, Feed(sampled)), ctx.cluster)
+        return estimate.fastest_mesh(strategy, *starting_point(sampled, BatchCache(sampled)), ctx.cluster)
 
     mode = from_rank_zero(all_or_none(chosen))
     assert mode is not None, "rank 0 chose one"

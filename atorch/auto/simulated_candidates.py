@@ -28,7 +28,7 @@ COPIES = 3  # parameters, their gradients, and the reference that they are compa
 
 
 @dataclass(frozen=True)
-class Allowance:
+class SimulationLimits:
     """Limits of simulations on this machine."""
 
     until: float = math.inf  # a time of `time.monotonic`
@@ -61,11 +61,11 @@ def simulated(
     candidates: Iterable[tuple[Strategy, float]],
     world_size: int,
     global_batch: int,
-    allowance: Allowance | None = None,
+    allowance: SimulationLimits | None = None,
     doing: Doing = nullcontext,
 ) -> tuple[dict[str, Any], ...]:
     """The result of simulating each `(strategy, estimated bytes)`, or the reason against it, as plain JSON data."""
-    allowance, outcomes = allowance or Allowance(), list[dict[str, Any]]()
+    allowance, outcomes = allowance or SimulationLimits(), list[dict[str, Any]]()
     for strategy, estimated in candidates:
         why_not = allowance.why_not(subject, strategy)
         outcome: dict[str, Any] = {"why_not": why_not}
@@ -77,7 +77,7 @@ def simulated(
 
 
 def _outcome(
-    subject: Subject, strategy: Strategy, world_size: int, global_batch: int, allowance: Allowance
+    subject: Subject, strategy: Strategy, world_size: int, global_batch: int, allowance: SimulationLimits
 ) -> dict[str, Any]:
     from atorch.auto.planner.simulate.simulation import simulate
     from atorch.auto.planner.simulate.small_simulation import ranks_of_stages

@@ -31,8 +31,8 @@ from atorch.auto.context import AccelerateResult, Context
 from atorch.auto.reference_step import (
     BANDS,
     NOISE,
-    Figures,
     ReferenceStep,
+    StepMetrics,
     coarser,
     drawn,
     generate,
@@ -47,7 +47,7 @@ from atorch.errors import AtorchError, StrategyError
 from atorch.model.state import Attributes, children_in_eval, evaluating, preserved_state
 from atorch.model.user_functions import value_of
 from atorch.runtime.data.batches import num_rows, take
-from atorch.runtime.gradients.backward import muted
+from atorch.runtime.gradients.backward import without_user_hooks
 from atorch.runtime.gradients.clip import clip_grad_norm
 from atorch.runtime.gradients.gradient_check import farthest, not_as_written
 from atorch.runtime.memory.deferred_output import Deferred
@@ -168,7 +168,7 @@ def _run_at_scale(
     eagerly = torch.compiler.set_stance("force_eager") if in_evaluation_mode else nullcontext()
     mode = children_in_eval(model) if in_evaluation_mode else nullcontext()
     group = None if applied.layout is None else mesh.group("tensor")
-    with torch.enable_grad(), eagerly, mode, muted(model.parameters(), expected.hooks):
+    with torch.enable_grad(), eagerly, mode, without_user_hooks(model.parameters(), expected.hooks):
         _clear(result)
         reports, lost = _pass(applied, result, expected, group)
         passes = [reports]
@@ -191,7 +191,8 @@ def _run_at_scale(
         norm = None  # scaled gradients overflowed
     parts = [{report.share: report.part for report in ranks} for ranks in passes]
     losses = [sum(by_share.values()) / len(by_share) for by_share in parts]
-    return Figures(sum(losses) / len(losses), norm, farthest=far, lost=lost, drawn=reports[0].drawn), plain, is_exact
+    metrics = StepMetrics(sum(losses) / len(losses), norm, farthest=far, lost=lost, drawn=reports[0].drawn)
+    return metrics, plain, is_exact
 
 
 class _Pass(NamedTuple):
@@ -202,7 +203,7 @@ class _Pass(NamedTuple):
     seconds: float
 
 
-_Compared = tuple[Figures, Figures, bool]
+_Compared = tuple[StepMetrics, StepMetrics, bool]
 """Figures of a pass, plain training's figures, and whether they may differ only by rounding."""
 
 
@@ -222,7 +223,7 @@ def _pass(
         if model.training:
             _warn_of_counters(applied, expected.counters, attributes.counters())
             lost = not_as_written(_values(model, expected.changes), expected.changes, applied.layout, group)
-    weight = applied.rank_weights[-1].last if applied.rank_weights else 1.0
+    weight = applied.rescalers[-1].last if applied.rescalers else 1.0
     part = weight * float(loss.detach()) if weight else 0.0
     share = applied.need_mesh().rank(*BATCH_AXES)
     return gather_objects(_Pass(share, weight, part, state, time.monotonic() - began)), lost
@@ -231,12 +232,12 @@ def _pass(
 def _is_explained(applied: Context) -> bool:
     """True if the losses of processes are known to combine to the batch's; a rule named by the user is not checked."""
     is_named = applied.need_mesh().size(*BATCH_AXES) > 1 and applied.loss_weight != "auto"
-    return not is_named and all(weight.is_explained for weight in applied.rank_weights)
+    return not is_named and all(weight.is_explained for weight in applied.rescalers)
 
 
 def _reference(
     applied: Context, expected: ReferenceStep, reports: Sequence[_Pass], is_whole: bool
-) -> tuple[Figures, bool]:
+) -> tuple[StepMetrics, bool]:
     """Plain training's figures for a pass, and whether they may differ only by rounding.
 
     is_whole: the pass depends only on the batch as a whole. Otherwise the figures are combined from the passes of the
@@ -307,7 +308,7 @@ def _share(applied: Context, expected: ReferenceStep) -> Any:
     return take(expected.batch, rank * rows // size, (rank + 1) * rows // size, rows)
 
 
-def _near(actual: Figures, plain: Figures, band: tuple[float, float, float]) -> bool:
+def _near(actual: StepMetrics, plain: StepMetrics, band: tuple[float, float, float]) -> bool:
     if actual.farthest[0] > band[2]:
         return False
     if not abs(actual.loss - plain.loss) <= band[0] * max(1.0, abs(plain.loss)):

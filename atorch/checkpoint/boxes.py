@@ -66,7 +66,6 @@ class LogicalTensor:
 
 
 def whole_box(shape: Sequence[int]) -> Box:
-    """The box of a whole tensor."""
     return Box((0,) * len(shape), tuple(shape))
 
 

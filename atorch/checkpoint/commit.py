@@ -53,7 +53,7 @@ def begin(folder: Path, step: int) -> Path:
     with reporting(f"{folder} cannot hold a checkpoint"):
         folder.mkdir(parents=True, exist_ok=True)
         if os.path.lexists(other := folder / name_of(step)) and not os.path.lexists(other / MANIFEST):
-            raise CheckpointError(f"{other} is there, and is no checkpoint; remove it, or give another folder")
+            raise CheckpointError(f"{other} exists and is not a checkpoint; remove it, or give another folder")
         if is_checkpoint(folder):
             raise CheckpointError(f"{folder} is a checkpoint itself; give the folder that it is in")
         _settle(folder)
@@ -111,7 +111,6 @@ def remove(path: Path, step: int) -> None:
 
 
 def name_of(step: int) -> str:
-    """The name of a checkpoint's folder."""
     return f"step-{step:09}"
 
 

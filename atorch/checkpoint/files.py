@@ -35,7 +35,7 @@ from atorch.checkpoint.shard_file import (
     write_shard,
 )
 from atorch.distributed.collectives import all_or_none, call_on_all_ranks, gather_objects, is_distributed
-from atorch.distributed.fingerprints import described
+from atorch.distributed.fingerprints import facts_of
 from atorch.distributed.world import TIMEOUT
 from atorch.errors import CheckpointError, shown
 from atorch.files import FileKind
@@ -102,16 +102,18 @@ def save(
         return everything, listed, plain_json, rank_json
 
     given = {"step": step, "folder": os.fspath(folder), "keep_last": keep_last, "keep_every": keep_every}
-    facts = {name: described(name, value) for name, value in given.items()}
+    facts = {name: facts_of(name, value) for name, value in given.items()}
     try:
         local, own, plain_json, rank_json = call_on_all_ranks("save", lambda: facts, checked)
         ranks = gather_objects((own, rank_json, made))
         listed = [of_rank for of_rank, *_ in ranks]
         owned = _owned(listed, rank)
+        # By box, since a process may hold one box twice.
+        boxes = {(name, box): values for name, tensor in local.items() for box, values in tensor.pieces}
         pieces = [
-            (name, dtype_name(name, tensor.dtype), box, values)
-            for name, tensor in local.items()
-            for box, values in {box: values for box, values in tensor.pieces if (name, box) in owned}.items()
+            (name, dtype_name(name, local[name].dtype), box, values)
+            for (name, box), values in boxes.items()
+            if (name, box) in owned
         ]
         saved = {name: Saved(shape, dtype) for items in listed for name, shape, dtype, _ in items}
         by_ranks = [of_rank for _, of_rank, _ in ranks]

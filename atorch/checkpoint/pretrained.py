@@ -32,7 +32,7 @@ from atorch.checkpoint.shard_file import (
     reporting,
     write_all,
 )
-from atorch.distributed.collectives import all_or_none, from_rank_zero, is_distributed, own_rank
+from atorch.distributed.collectives import all_or_none, from_rank_zero, global_rank, is_distributed
 from atorch.errors import CheckpointError, shown
 from atorch.files import AnyPath, FileKind, read_bytes, write
 from atorch.units import MiB
@@ -67,7 +67,7 @@ def open_pretrained(path: AnyPath) -> Checkpoint:
         CheckpointError: on all ranks: there is no such thing, or a file is damaged.
     """
     given = Path(path)
-    has_checkpoint = from_rank_zero(all_or_none(lambda: own_rank() == 0 and _has_checkpoint(given)))
+    has_checkpoint = from_rank_zero(all_or_none(lambda: global_rank() == 0 and _has_checkpoint(given)))
     return Checkpoint.open(given) if has_checkpoint else all_or_none(lambda: _opened(given))
 
 
@@ -175,7 +175,7 @@ def hidden_folder(path: Path) -> Iterator[Path]:
     """
 
     def made() -> Path | None:
-        if own_rank() != 0:
+        if global_rank() != 0:
             return None
         with reporting(f"{path} cannot be written"):
             if os.path.lexists(path) and not (path.is_dir() and not os.listdir(path)):
@@ -189,7 +189,7 @@ def hidden_folder(path: Path) -> Iterator[Path]:
     try:
         yield folder
     finally:
-        if own_rank() == 0:
+        if global_rank() == 0:
             shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -226,11 +226,11 @@ def export_model(
     with hidden_folder(target) as folder:
 
         def written() -> None:
-            for file, listed in list(files.items())[own_rank() :: num_ranks]:
+            for file, listed in list(files.items())[global_rank() :: num_ranks]:
                 _write_file(folder / file, checkpoint, listed)
 
         def completed() -> None:
-            if own_rank() != 0:
+            if global_rank() != 0:
                 return
             if len(files) > 1:
                 index = {piece.name: file for file, listed in files.items() for piece in listed}

@@ -299,7 +299,6 @@ class ShardReader:
 
 
 def block_bytes(box: Box, dtype: torch.dtype, block: int) -> int:
-    """The size of a block of the piece `box`."""
     return min(BLOCK_BYTES, box.numel * dtype.itemsize - block * BLOCK_BYTES)
 
 

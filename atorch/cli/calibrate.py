@@ -45,11 +45,11 @@ Quick = Annotated[bool, typer.Option("--quick", help="A few seconds instead of h
 def calibrate(
     output: ClusterOutput = Path("cluster.json"), quick: Quick = False, runs: RunsFile = None, cluster: Cluster = None
 ) -> None:
-    """Measure this machine, its processes' links included, and write a cluster file.
+    """Measure this machine and the links between its processes, and write a cluster file.
 
     Links need several processes: torchrun --nproc-per-node 8 -m atorch calibrate
 
-    With --runs FILE --cluster TEXT, fit that cluster's constants to steps of your own: docs/clusters.md has the form.
+    With --runs FILE --cluster TEXT, fit that cluster's constants to steps that you timed: see docs/clusters.md.
     """
     if runs is not None:
         _fit(runs, cluster, output)
@@ -65,15 +65,15 @@ def _fit(path: Path, named: str | None, output: Path) -> None:
 
     from atorch.auto.plan_for_cluster import cluster_of
     from atorch.profiler.curve_fit import calibrated
-    from atorch.report.text import table, telling
+    from atorch.report.text import status_line, table
 
     if named is None:
         raise ArgumentError("--runs needs the cluster that they ran on; give --cluster, such as 8xH100-80GB")
     check_target(output)
     spec = cluster_of(named)
-    with telling("reading the runs"):
+    with status_line("reading the runs"):
         runs = read_runs(path, spec)
-    with telling("fitting"):
+    with status_line("fitting"):
         fitted = calibrated(spec, runs)
     fitted.cluster.save(output)
     console = Console(highlight=False)

@@ -15,16 +15,14 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Show, verify and convert checkpoints.", rich_markup_mode=None, pretty_exceptions_enable=False)
 
-CheckpointFolder = Annotated[
-    Path, typer.Argument(exists=True, file_okay=False, help="The folder that save_checkpoint was given.")
-]
+CheckpointFolder = Annotated[Path, typer.Argument(exists=True, file_okay=False, help="The folder of save_checkpoint.")]
 Step = Annotated[int | None, typer.Option(help="The checkpoint of this step. [default: the newest]")]
 AllTensors = Annotated[bool, typer.Option("--tensors", help="List every tensor.")]
 
 
 @app.command()
 def show(folder: CheckpointFolder, step: Step = None, tensors: AllTensors = False) -> None:
-    """Print the steps in a folder, and what one checkpoint holds."""
+    """Print the steps in a folder, and the contents of one checkpoint."""
     from atorch.checkpoint.commit import steps
     from atorch.checkpoint.reading import Checkpoint
 
@@ -42,7 +40,7 @@ def show(folder: CheckpointFolder, step: Step = None, tensors: AllTensors = Fals
 
 @app.command()
 def verify(folder: CheckpointFolder, step: Step = None) -> None:
-    """Read a checkpoint whole, and compare it with its checksums. Status 2 if a file is damaged."""
+    """Read a whole checkpoint, and compare it with its checksums. Status 2 if a file is damaged."""
     from atorch.checkpoint.reading import Checkpoint
 
     with Checkpoint.open(folder, step) as checkpoint:
@@ -63,7 +61,7 @@ def export(
         Literal["bf16", "fp16", "fp32"] | None, typer.Option(help="Of floating-point tensors. [default: as saved]")
     ] = None,
 ) -> None:
-    """Write the model of a checkpoint as Hugging Face has it: safetensors files, and its config."""
+    """Write the model of a checkpoint in Hugging Face's format: safetensors files and a config."""
     from atorch.checkpoint.pretrained import export_model
     from atorch.checkpoint.reading import Checkpoint
     from atorch.checkpoint.shard_file import DTYPES
@@ -79,7 +77,7 @@ def convert(
     ],
     folder: Annotated[Path, typer.Argument(help="The folder that gets the checkpoint.")],
 ) -> None:
-    """Convert what another program has saved into a checkpoint, without running its code."""
+    """Convert another program's checkpoint, without running code from it."""
     from atorch.checkpoint.convert import convert
 
     path, left_out = convert(source, folder)

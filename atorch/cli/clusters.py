@@ -18,7 +18,7 @@ TYPICAL = ("8xA100-80GB", "8xH100-80GB", "8xH200", "8xB200")
 CLUSTER_HELP = (
     "8xA100-40GB is one node of 8 devices, 16x8xH100-80GB are 16 nodes of 8, and 64xH100-80GB is one node of 64; a "
     "cloud's machine such as 4xp5.48xlarge; or a cluster file. Give it several times to compare clusters. "
-    "Without it: the GPUs of this machine, or where it has none one node each of a few usual ones."
+    "Without it: the GPUs of this machine, or if it has none, one node each of common GPUs."
 )
 GPU_HELP = "One device, such as rtx3090 or 'RTX 3090': short for --cluster 1xNAME. 2xNAME is two in one machine."
 

@@ -104,7 +104,7 @@ TIME_LIMIT_S = 120
 
 
 def selftest() -> None:
-    """Train a small model on two processes and on one, and compare what they learn."""
+    """Train a small model on two processes and on one, and compare the parameter updates."""
     import torch
 
     # GPUs are hidden if there are fewer than processes, which cannot share one.

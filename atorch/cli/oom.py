@@ -19,7 +19,7 @@ from atorch.files.out_of_memory import LOG, read_log, read_snapshot
 from atorch.units import format_bytes
 
 VERSION = 1  # of the form of --json
-CONFIGURATION = "The job's configuration or command, as for atorch plan: then its plan stands beside the answer."
+CONFIGURATION = "The job's configuration or command, as for atorch plan; its plan is then printed, too."
 NOTABLE = 0.02  # share of a device's memory
 
 _HAPPENED: Mapping[str, str] = {
@@ -29,13 +29,13 @@ _HAPPENED: Mapping[str, str] = {
     "library": "a CUDA library found no memory on the device, outside torch's allocator",
     "host": "the host's memory ran out",
     "killed": "the host's memory ran out: the kernel killed a process",
-    "signal": "a process got signal 9, mostly from the kernel when the host's memory runs out; `dmesg` says if so",
+    "signal": "a process got signal 9, mostly from the kernel when the host's memory runs out; see `dmesg`",
     "snapshot": "a snapshot of the allocator",
 }
 _OUTSIDE = "leave torch's allocator less: torch.cuda.set_per_process_memory_fraction, or a smaller micro-batch"
 _ADVICE: Mapping[str | None, str] = {
-    "model load": "the parameters alone do not fit: 16 bits, fsdp from the meta device, or more devices",
-    "checkpoint load": "a file's tensors are there beside the model's: torch.load with map_location='cpu', mmap=True",
+    "model load": "not even the parameters fit: 16 bits, fsdp from the meta device, or more devices",
+    "checkpoint load": "memory has the file's tensors and the model's: torch.load with map_location='cpu', mmap=True",
     "all-gather": "a whole unit of shards is gathered at once: wrap smaller units, or prefetch fewer",
     "optimizer step": "the first step makes the optimizer's states: zero1 or fsdp, 8-bit states, or offload",
     "backward pass": "gradients join the activations here: checkpoint, a smaller micro-batch, or zero2 and fsdp",
@@ -44,7 +44,7 @@ _ADVICE: Mapping[str | None, str] = {
     "nccl": _OUTSIDE,
     "bitsandbytes": _OUTSIDE,
     "library": _OUTSIDE,
-    "host": "fewer workers of loaders, less offload, or load the weights once a node and by mmap",
+    "host": "fewer workers of loaders, less offload, or load the weights once per node and by mmap",
 }
 
 
@@ -60,17 +60,17 @@ def explain_oom(
     top: Annotated[int, typer.Option(min=1, help="Rows of each table.")] = 8,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the answer as JSON.")] = None,
 ) -> None:
-    """Explain why a job ran out of memory: the moment, the line, who holds the memory, and what to change.
+    """Explain why a job ran out of memory: the moment, the line, what uses the memory, and what to change.
 
-    SNAPSHOT is a file of torch.cuda.memory._dump_snapshot, of which nothing is run. With --explain, the job's plan and
-    the least change stand beside it.
+    SNAPSHOT is a file of torch.cuda.memory._dump_snapshot, which is not run. With --explain, the job's plan is printed,
+    too, with the smallest change that makes it fit.
     """
     from rich.console import Console
 
     from atorch.report.answer import explanation_report
 
     if explain is None and (named or cluster or gpu or batch or micro_batch or seq):
-        raise ArgumentError("give --explain, the configuration or the command of the job, to see its plan beside it")
+        raise ArgumentError("give --explain, the configuration or the command of the job, to see its plan, too")
     if json_file is not None:
         check_target(json_file)
     found = _found(source)
@@ -88,10 +88,10 @@ def explain_oom(
 
 
 def _found(source: str) -> Sequence[Mapping[str, Any]]:
-    from atorch.report.text import telling
+    from atorch.report.text import status_line
 
     data = sys.stdin.buffer.read(LOG.max_bytes) if source == "-" else read_bytes(source, LOG)
-    with telling(f"reading {source}"):
+    with status_line(f"reading {source}"):
         if data[:1] == b"\x80":  # no character of UTF-8 begins so, and every pickle of torch's does
             return [read_snapshot(data)]
         found = read_log(data.decode(errors="replace"))

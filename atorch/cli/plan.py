@@ -59,7 +59,9 @@ def _word(metavar: str, help_text: str) -> Any:
 
 
 MODEL = "A config.json, a folder that has one, a model on the Hub, or a job FILE.py:NAME (arguments of atorch.plan)."
-EXPLAIN = "Explain a configuration or a command of another trainer: its methods, what they take, what gains most."
+EXPLAIN = (
+    "Explain a configuration or a command of another trainer: its methods, their time and memory, the best changes."
+)
 Number = int | None
 Word = str | None
 File = Path | None
@@ -77,7 +79,7 @@ def plan(
     heads: Annotated[Number, _number("Attention heads.")] = None,
     kv_heads: Annotated[Number, _number("Key and value heads.")] = None,
     head_dim: Annotated[Number, _number("Features of a head, if they are not --hidden / --heads.")] = None,
-    tied: Annotated[bool, typer.Option("--tied", help="The head has the weights of the embedding.")] = False,
+    tied: Annotated[bool, typer.Option("--tied", help="The output layer shares the weights of the embedding.")] = False,
     ffn: Annotated[Number, _number("Width of the feed-forward layer, or of an expert.")] = None,
     vocab: Annotated[Number, _number("Vocabulary size.")] = None,
     experts: Annotated[Number, _number("Experts in a block.")] = None,
@@ -85,10 +87,10 @@ def plan(
     batch: Annotated[Number, _number("Global batch: samples of a step on all devices.")] = None,
     micro_batch: Annotated[Number, _number("Samples of one pass of a process, for --explain.")] = None,
     seq: Annotated[Number, _number("Sequence length: tokens of a sample.")] = None,
-    lora: Annotated[Word, _word("RANK[:TARGETS]", "Adapters beside frozen weights, such as 16 or 16:q,v.")] = None,
-    qlora: Annotated[bool, typer.Option("--qlora", help="The same beside weights in 4 bits.")] = False,
+    lora: Annotated[Word, _word("RANK[:TARGETS]", "Adapters on frozen weights, such as 16 or 16:q,v.")] = None,
+    qlora: Annotated[bool, typer.Option("--qlora", help="The same, on weights in 4 bits.")] = False,
     optimizer: Annotated[Word, _word("adamw|adamw8bit|adamw_bf16|adafactor|muon|sgd|lion", "The optimizer.")] = None,
-    dtype: Annotated[Word, _word("fp32|bf16|fp16", "Numbers of the weights; bf16 beside adapters.")] = None,
+    dtype: Annotated[Word, _word("fp32|bf16|fp16", "Dtype of the weights: fp32, or bf16 with adapters.")] = None,
     attention: Annotated[Word, _word("sdpa|flash_attention_2|eager", "The model's attention.")] = None,
     cross_entropy: Annotated[Word, _word("chunked", "Compute the loss by chunks of tokens.")] = None,
     explain: Annotated[Word, _word("FILE|COMMAND", EXPLAIN)] = None,
@@ -98,14 +100,14 @@ def plan(
     export: Annotated[
         tuple[str, Path] | None, typer.Option(metavar="TRAINER FOLDER", help="Write the trainer's own files.")
     ] = None,
-    launch: Annotated[Launcher | None, typer.Option(help="What starts the files of --export, sh by default.")] = None,
+    launch: Annotated[Launcher | None, typer.Option(help="Launcher of the exported files, sh by default.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Let --export replace files.")] = False,
     solve: Annotated[What | None, typer.Option(help="Find the largest that fits, or the fewest devices.")] = None,
     max_step: Annotated[Word, _word("TIME", "The longest step that counts as a plan, such as 2s or 500ms.")] = None,
-    until: Annotated[Word, _word("AMOUNT", "Tokens of a whole run, as 15T; or '100000 steps'.")] = None,
+    until: Annotated[Word, _word("AMOUNT", "Tokens of a whole run, such as 15T; or '100000 steps'.")] = None,
     prices: Annotated[File, _file("--prices", "Prices of devices; else those of public offers.", exists=True)] = None,
     mtbf: Annotated[Word, _word("TIME", "Mean time between failures of a device, such as 50000h.")] = None,
-    restart: Annotated[Word, _word("TIME", "Time from a failure until training goes on, such as 10min.")] = None,
+    restart: Annotated[Word, _word("TIME", "Time from a failure until training continues, such as 10min.")] = None,
     objective: Annotated[ObjectiveName, typer.Option(help="The figure to optimize.")] = "step_time",
     exclude: Names = None,
     include: Names = None,
@@ -132,7 +134,7 @@ def plan(
     from atorch.auto.planner.request import PlanRequest
     from atorch.auto.solve import solved
     from atorch.cluster.prices import load_prices
-    from atorch.report.text import telling
+    from atorch.report.text import status_line
 
     gc.freeze()
     gc.enable()
@@ -175,7 +177,7 @@ def plan(
             plan = solved(solve, trained, spec, seq, request, _report_size)
         else:
             asked = replace(request, verify=0 if several else verify)  # side by side, simulations are not shown
-            plan = plan_for(read(seq, spec), spec, doing=telling, request=asked)
+            plan = plan_for(read(seq, spec), spec, doing=status_line, request=asked)
         priced = plan.priced(offers) if is_priced else plan
         return priced.until(run) if run else priced
 
@@ -252,10 +254,10 @@ def _reader(source: JobSource, *, once: bool) -> Read:
 
 def _read(source: JobSource, seq: int | None, cluster: ClusterSpec) -> Subject:
     """Read the model, and write its size and the time that it took to standard error."""
-    from atorch.report.text import telling
+    from atorch.report.text import status_line
 
     began = time.monotonic()
-    with telling(f"reading {source.title}"):
+    with status_line(f"reading {source.title}"):
         subject = source.subject(seq, cluster)
     count, ctx = format_count(subject.profile.num_params), subject.ctx
     kind = f", {type(ctx.root).__name__}" if ctx else ""

@@ -14,17 +14,17 @@ app = typer.Typer(help="Show and convert strategy files.", rich_markup_mode=None
 StrategyFile = Annotated[Path, typer.Argument(exists=True, dir_okay=False, readable=True, help="A strategy file.")]
 FileFormat = Annotated[
     Literal["file", "list"],
-    typer.Option("--to", help="file: versioned JSON, with what it was chosen by; list: what load_strategy takes."),
+    typer.Option("--to", help="file: versioned JSON, with the basis of the choice; list: what load_strategy takes."),
 ]
 Verbose = Annotated[bool, typer.Option(help="Show all that the file holds.")]
 StrategyOutput = Annotated[
-    Path | None, typer.Option("--output", "-o", dir_okay=False, help="Where to write; else it is shown.")
+    Path | None, typer.Option("--output", "-o", dir_okay=False, help="The file to write; without it, print.")
 ]
 
 
 @app.command()
 def show(file: StrategyFile, verbose: Verbose = False) -> None:
-    """Print the methods of a strategy file, the knobs that are set, and what it was chosen by, on a screen.
+    """Print the methods of a strategy file, the knobs that are set, and the basis of the choice.
 
     With --verbose also all knobs, whole values, and the whole plan.
     """
@@ -55,7 +55,7 @@ def show(file: StrategyFile, verbose: Verbose = False) -> None:
 
 @app.command()
 def convert(file: StrategyFile, to: FileFormat, output: StrategyOutput = None) -> None:
-    """Write a strategy file as versioned JSON, or as a list of methods; either can be read from either."""
+    """Write a strategy file as versioned JSON, or as a list of methods. FILE may have either form."""
     from atorch.auto.strategy import Strategy
     from atorch.report.figures import as_list
 

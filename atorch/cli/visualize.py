@@ -23,7 +23,7 @@ class _ProfileUnlessNamed(TyperGroup):
 
 app = typer.Typer(
     cls=_ProfileUnlessNamed,
-    help="Draw what a strategy does, or where memory went: FILE alone is for profile FILE.",
+    help="Draw pipeline schedules and memory profiles. `visualize FILE` is `visualize profile FILE`.",
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
@@ -36,7 +36,7 @@ MicroBatches = Annotated[int, typer.Option("--micro-batches", min=1, help="Parts
 Pieces = Annotated[int | None, typer.Option(min=2, help="Stages of each process, for interleaved; 2 if not given.")]
 Picture = Annotated[Path | None, typer.Option("--svg", dir_okay=False, help="Write a picture, instead of showing it.")]
 
-ProfileFile = Annotated[Path, typer.Argument(metavar="FILE", help="What profiler.save wrote.")]
+ProfileFile = Annotated[Path, typer.Argument(metavar="FILE", help="A file of profiler.save.")]
 PictureKind = Annotated[
     Literal["memory", "access"], typer.Option(help="Bytes in use over time, or where each chunk is over time.")
 ]
@@ -55,7 +55,7 @@ def schedule(
     pieces: Pieces = None,
     svg: Picture = None,
 ) -> None:
-    """Draw which process computes what when, from torch's own schedule, and tell how long processes wait.
+    """Draw what each process computes at each time, from torch's own schedule, and print how long processes wait.
 
     A forward pass takes one unit of time, a backward pass two; sending takes none.
     """
@@ -91,10 +91,10 @@ def profile(
     memory_type: MemoryType = "GPU",
     output: PictureOutput = None,
 ) -> None:
-    """Draw a profile of chunked memory, which PatrickStar's engine has recorded.
+    """Draw a profile of chunked memory that PatrickStar's engine recorded.
 
     Phases are green (forward), blue (backward) and purple (optimizer). Memory: red is all that is in use, blue what
-    chunks take. Access: red is on the device, blue on the host, a row a chunk.
+    chunks take. Access: red is on the device, blue on the host, with one row per chunk.
     """
     shows = f"{fig_type}_{memory_type}" if fig_type == "memory" else fig_type
     paths = (

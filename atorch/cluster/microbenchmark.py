@@ -41,7 +41,7 @@ def measured(device: DeviceSpec, place: torch.device) -> DeviceSpec:
 
 
 def _matmul_flops(dtype: torch.dtype, place: torch.device) -> float:
-    """FLOP/s of square products, as large as the budget allows several times."""
+    """FLOP/s of square matmuls, as large as the budget allows several times."""
     best, spent, size = 0.0, 0.0, 64 if place.type == "cpu" else 1024
     while spent < _BUDGET_S / 2 and size <= 8192:
         left = torch.ones(size, size, dtype=dtype, device=place)

@@ -26,15 +26,15 @@ if TYPE_CHECKING:
 class Efficiency:
     """Shares of a device's peaks that a training step reaches, by kind of operation, in (0, 1]."""
 
-    matmul: float = 0.75  # share of peak FLOP/s that large matrix products approach
-    matmul_half_flops: float = 0.0  # FLOPs of a product that reaches half of that
+    matmul: float = 0.75  # share of peak FLOP/s that large matmuls approach
+    matmul_half_flops: float = 0.0  # FLOPs of a matmul that reaches half of that
     attention: float = 0.5  # of the rate of the device's kernels; without kernels, of peak FLOP/s
     traffic: float = 0.8  # of memory bandwidth, for memory-bound operations
 
     def matmul_share(self, flops: float) -> float:
         """The share of the peak that one product of `flops` > 0 reaches.
 
-        A saturating curve, share · f / (f + half): a product's seconds are linear in its FLOPs, with a start-up of
+        A saturating curve, share · f / (f + half): a matmul's seconds are linear in its FLOPs, with a start-up of
         half / (share · peak), like Hockney's r∞ and n½ of a vector pipeline (Hockney and Jesshope 1981).
         """
         return self.matmul * flops / (flops + self.matmul_half_flops)
@@ -65,7 +65,7 @@ class DeviceSpec:
     peak_flops: Mapping[str, float] = field(default_factory=dict, hash=False)  # dtype → dense FLOP/s
     memory_bandwidth: float = 1e10  # bytes/s
     launch_s: float = 5e-6  # host seconds per operator call, including Python and autograd
-    multiprocessors: int = 0  # compute tiles of products in parallel; 0: unknown
+    multiprocessors: int = 0  # compute tiles of matmuls in parallel; 0: unknown
     attention: Mapping[str, KernelSpec] = field(default_factory=dict, hash=False)  # the first is PyTorch's own choice
     efficiency: Efficiency = REACHED
 

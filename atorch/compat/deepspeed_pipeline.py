@@ -18,7 +18,7 @@ from atorch.errors import ArgumentError, StrategyError
 from atorch.model.user_functions import LossFunc, value_of
 from atorch.runtime.data.batches import num_rows, take
 from atorch.runtime.loss.reduction import LossWeight, Rule
-from atorch.runtime.loss.rescaling import RankWeight
+from atorch.runtime.loss.rescaling import LossRescaler
 from atorch.runtime.memory.deferred_output import Deferred
 from atorch.runtime.optimizer.wrapped_optimizer import WrappedOptimizer
 from atorch.runtime.pipeline.engine import Engine, LocalStage, StageCalls
@@ -50,7 +50,7 @@ class WholeBatches(PipelinedLoss):
         config: Mapping[str, Any] | None = None,
         loss_weight: Rule = "auto",
         tolerance: float = 1e-4,
-        over_ranks: Callable[[LossWeight], RankWeight | None] = lambda rule: None,
+        over_ranks: Callable[[LossWeight], LossRescaler | None] = lambda rule: None,
     ) -> None:
         super().__init__(model, loss_func, count_of, loss_weight, tolerance, over_ranks=over_ranks)
         _need_sendable(self._engine)

@@ -18,11 +18,11 @@ from torch.optim import Optimizer
 
 from atorch.model.wrapper import Wrapper
 from atorch.runtime.gradients.backward import expects_none
-from atorch.runtime.gradients.clip import ClipsItself, Spread, clip_grads
+from atorch.runtime.gradients.clip import ClippingModel, Spread, clip_grads
 from atorch.runtime.optimizer.wrapped_optimizer import WrappedOptimizer
 
 
-class DeepSpeedModel(ClipsItself, Wrapper):
+class DeepSpeedModel(ClippingModel, Wrapper):
     """A module that runs through a DeepSpeed engine and keeps the user's parameter names."""
 
     def __init__(self, module: nn.Module, engine: Any) -> None:
@@ -122,7 +122,7 @@ def shard_gradients(module: nn.Module, oss: Optimizer, group: dist.ProcessGroup)
     """`module` with each gradient reduced to the rank of `group` that steps it, and None on the others."""
     from fairscale.nn.data_parallel import ShardedDataParallel
 
-    class Sharded(ClipsItself, Wrapper, ShardedDataParallel):  # type: ignore[misc]
+    class Sharded(ClippingModel, Wrapper, ShardedDataParallel):  # type: ignore[misc]
         """ShardedDataParallel that keeps the user's parameter names and clips by the norm over all ranks."""
 
         def clip_gradients(self, max_norm: float, norm_type: float) -> Tensor:

@@ -161,7 +161,9 @@ def _checked(policy: Callable[..., Any]) -> Callable[..., bool]:
     def answer(module: nn.Module, **arguments: Any) -> bool:
         value = policy(module=module, **arguments)
         if not isinstance(value, (bool, int)):
-            raise StrategyError(f"fsdp.auto_wrap_policy answered {shown(value)} for {type(module).__name__}; a bool is")
+            raise StrategyError(
+                f"fsdp.auto_wrap_policy returned {shown(value)} for {type(module).__name__}; it returns a bool"
+            )
         return bool(value)
 
     return answer

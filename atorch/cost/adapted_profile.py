@@ -1,6 +1,6 @@
 """Profile of a transformer whose weights are frozen except for low-rank adapters.
 
-A frozen product needs no input in backward: the gradient of its input is the gradient of its result times its weight.
+A frozen matmul needs no input in backward: the gradient of its input is the gradient of its result times its weight.
 So a block no longer saves the inputs of weights, unless an adapter reads them (Hu et al. 2021, arXiv 2106.09685,
 section 4). Frozen weights may be stored quantized and dequantized for every use (Dettmers et al. 2023, arXiv
 2305.14314, section 3). DoRA also trains the magnitudes of columns (Liu et al. 2024, arXiv 2402.09353).
@@ -23,10 +23,10 @@ NF4_ITEMSIZE = 0.5 + 0.127 / 8
 
 
 def targets_of(words: str) -> frozenset[AdapterTarget]:
-    """The products that words such as "q,v", "q_proj,v_proj" or "all" name.
+    """The matmuls that words such as "q,v", "q_proj,v_proj" or "all" name.
 
     Raises:
-        ArgumentError: a word names no product.
+        ArgumentError: a word names no matmul.
     """
     if words in ("all", "all-linear"):
         return ALL_LINEAR
@@ -41,7 +41,7 @@ def targets_of(words: str) -> frozenset[AdapterTarget]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapters:
-    """Two thin products added to each target product: from its input to `rank` features, and from there to its result.
+    """Two thin matmuls added to each target matmul: from its input to `rank` features, and from there to its result.
 
     Raises:
         ArgumentError: the rank is below 1.
@@ -65,7 +65,7 @@ def adapted_profile(
     """The profile of a transformer that trains its adapters alone, in the activations' dtype.
 
     Raises:
-        ArgumentError: the transformer has latent attention, whose products are not targets of adapters.
+        ArgumentError: the transformer has latent attention, whose matmuls are not targets of adapters.
     """
     if shape.latent is not None:
         raise ArgumentError("adapters are given for latent attention; they are known for queries, keys and values")
@@ -91,9 +91,9 @@ def adapted_profile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Site:
-    """Products that share one input."""
+    """Matmuls that share one input."""
 
-    columns: Mapping[AdapterTarget, int]  # of each product
+    columns: Mapping[AdapterTarget, int]  # of each matmul
     inner: int
     rows: float
     split: Literal["columns", "rows"]
@@ -113,7 +113,7 @@ class _Frozen:
 
     def __init__(self, shape: TransformerShape, keep: Implementation, adapters: Adapters, tokens: float) -> None:
         self.shape, self.keep, self.adapters, self.tokens = shape, keep, adapters, tokens
-        # The product after a norm saved its input; an unfused norm saved as much again for its weight.
+        # The matmul after a norm saved its input; an unfused norm saved as much again for its weight.
         self.normed = tokens * shape.hidden * keep.itemsize
         self.spare = 0.0 if keep.fused_norm else self.normed
 
@@ -125,7 +125,7 @@ class _Frozen:
         return _frozen(segment, self.adapters.base_itemsize, spare)
 
     def _block(self, segment: Segment) -> Segment:
-        """Freeze the products and both norms of a block, and add its adapters."""
+        """Freeze the matmuls and both norms of a block, and add its adapters."""
         block = _frozen(segment, self.adapters.base_itemsize, 2.0 * self.spare)
         if self.adapters.quantized_itemsize:
             block = self._quantized(block)
@@ -183,9 +183,9 @@ class _Frozen:
     def _with_site(self, block: Segment, site: _Site) -> Segment:
         """Add the adapters of one site to a block.
 
-        Every tensor rank has the first thin product whole; the second is split like the product that it is added to.
+        Every tensor rank has the first thin matmul whole; the second is split like the matmul that it is added to.
         Backward needs the first one's result and its input. peft keeps that input once per adapter, cast to the
-        adapters' fp32 (`apart_itemsize`). Magnitudes save both products that they scale.
+        adapters' fp32 (`apart_itemsize`). Magnitudes save both matmuls that they scale.
         """
         adapters, itemsize = self.adapters, self.keep.itemsize
         widths = [width for target, width in site.columns.items() if target in adapters.targets]
@@ -234,7 +234,7 @@ def _frozen(segment: Segment, itemsize: float, spare_bytes: float) -> Segment:
 
 
 def _more(region: Region, saved: float, results: float = 0.0, traffic: float = 0.0) -> Region:
-    """Add (or subtract) saved bytes, saved results of products and traffic to a region."""
+    """Add (or subtract) saved bytes, saved results of matmuls and traffic to a region."""
     return Region(
         saved_bytes=max(0.0, region.saved_bytes + saved),
         selective_bytes=region.selective_bytes + results,

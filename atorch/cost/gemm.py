@@ -1,6 +1,6 @@
-"""Seconds of matrix products by their shape and dtype on one device.
+"""Seconds of matmuls by their shape and dtype on one device.
 
-A GPU computes a product in tiles of its result, a wave of one tile per multiprocessor at a time. Partial tiles and
+A GPU computes a matmul in tiles of its result, a wave of one tile per multiprocessor at a time. Partial tiles and
 partial waves cost as much as full ones (NVIDIA, Matrix Multiplication Background User's Guide, section 3; Anthony et
 al. 2024, arXiv 2401.14489, section III). Smaller tiles waste less and run slower. With too few tiles, the inner
 dimension is split as well. Start-up time and memory traffic are added.
@@ -16,20 +16,20 @@ from atorch.cluster.spec import DeviceSpec
 
 _DEFAULT_PEAK = 1e11  # FLOP/s of a device without a description
 _TILES = ((128.0, 128.0, 1.0), (128.0, 64.0, 0.9), (64.0, 128.0, 0.9), (64.0, 64.0, 0.7))
-"""Rows and columns of a result's tiles, and their speed relative to the largest. Fitted to 72 products on an H100 in
+"""Rows and columns of a result's tiles, and their speed relative to the largest. Fitted to 72 matmuls on an H100 in
 OpenXLA's xla/service/gpu/model/matmul_interpolator_data.h, with a mean error of 5 %."""
 _DEEP = 4096.0  # inner dimension above which it is split over the wave; none of those 72 is deeper
 _ALIGNED_BYTES = 16.0  # a thread's load; rows in memory should start at multiples of it
 _UNALIGNED = 1.6  # factor on the seconds if they do not: 99 instead of 61 µs, pytorch/pytorch #196992
 _UNALIGNED_ON_HOPPER: Mapping[float, float] = {4.0: 2.4, 2.0: 5.2}
 """The same from Hopper on, whose kernels need aligned rows, by alignment in bytes: 281 and 97 to 154 TFLOP/s instead of
-668, for products of 4,096 on an H200 with rows of 4,098 and 4,097 numbers (`docs/accuracy.md`)."""
+668, for matmuls of 4,096 on an H200 with rows of 4,098 and 4,097 numbers (`docs/accuracy.md`)."""
 _SCALAR = 0.75  # of the fp32 peak, if neither operand is a weight: see `docs/cost_model.md`
 _FP8_SHARE = 0.96  # of the share that 16 bits reach: 8192³ on an H100, 1,126 and 585 TFLOP/s, pytorch/FBGEMM #2546
 
 
 class GemmShape(NamedTuple):
-    """`number` products (rows, inner) @ (inner, columns), and bytes of an element of the operands and of the result."""
+    """`number` matmuls (rows, inner) @ (inner, columns), and bytes of an element of the operands and of the result."""
 
     rows: float
     inner: float
@@ -43,7 +43,7 @@ class GemmShape(NamedTuple):
 
 
 class ProductTimes:
-    """Seconds of products on one device, cached by shape."""
+    """Seconds of matmuls on one device, cached by shape."""
 
     def __init__(self, device: DeviceSpec) -> None:
         self.device = device
@@ -59,7 +59,7 @@ class ProductTimes:
     def _seconds(self, shape: GemmShape) -> float:
         """A start-up plus the longer of computing and memory traffic: Williams, Waterman and Patterson 2009.
 
-        Products of activations, one for each head, share one launch.
+        Matmuls of activations, one for each head, share one launch.
         """
         flops = 2.0 * shape.rows * shape.inner * shape.columns
         if not flops:
@@ -74,7 +74,7 @@ class ProductTimes:
         return (1.0 if shape.of_activations else shape.number) * start + shape.number * max(computing, moving)
 
     def _slower(self, shape: GemmShape, peak: float) -> float:
-        """Factor on the seconds of a product whose rows are not aligned to a GPU thread's loads."""
+        """Factor on the seconds of a matmul whose rows are not aligned to a GPU thread's loads."""
         starts = shape.pitch * shape.itemsize
         if self.device.type != "cuda" or starts % _ALIGNED_BYTES == 0 or shape.dtype == "float32":
             return 1.0
@@ -84,7 +84,7 @@ class ProductTimes:
         return max(1.0, peak / (_SCALAR * peak_flops(self.device, "float32")))
 
     def _padded(self, shape: GemmShape) -> float:
-        """FLOPs of one product including padding of tiles and idle multiprocessors, with the best tile size."""
+        """FLOPs of one matmul including padding of tiles and idle multiprocessors, with the best tile size."""
         least, at_once = math.inf, self.device.multiprocessors
         for height, width, speed in _TILES:
             tiles = shape.number * math.ceil(shape.rows / height) * math.ceil(shape.columns / width)

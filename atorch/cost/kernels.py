@@ -1,9 +1,9 @@
 """Seconds of computing for one copy of a segment and a micro-batch, by kind of operation.
 
-Operands of 8-bit products are cast from 16 bits for each use, forward and backward; attention, routers and the
+Operands of 8-bit matmuls are cast from 16 bits for each use, forward and backward; attention, routers and the
 embedding stay in 16 bits. The bytes of a cast are those of torchao's roofline (pytorch/ao,
 torchao/testing/training/roofline_utils.py): one read for the largest value, one read for scaling, and writes in the
-layouts that the products need.
+layouts that the matmuls need.
 
 An attention kernel is described by the share of the device's 16-bit peak that it reaches with heads of 128 features,
 long sequences and no mask (`DeviceSpec.attention`). Corrections:
@@ -13,7 +13,7 @@ long sequences and no mask (`DeviceSpec.attention`). Corrections:
 - A causal kernel computes half of the scores, full tiles of 128 keys along the diagonal, and a tail of last tiles.
 - Queries, keys, values and results are read and written, which bounds short sequences.
 
-Attention that writes its scores is two products of activations forward, four backward, and traffic between them.
+Attention that writes its scores is two matmuls of activations forward, four backward, and traffic between them.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ _CASTS: Mapping[Fp8Scaling, _Cast] = {
     "blockwise": _Cast(1.0, 3.0, 4.0, 3.0, 3.0),
 }
 _EAGER = 6.0
-"""Factor on the bytes of an unfused cast: absolute value, maximum, product in fp32, clamp and cast run separately."""
+"""Factor on the bytes of an unfused cast: absolute value, maximum, matmul in fp32, clamp and cast run separately."""
 _ROWWISE = 1.17
-"""Factor on the seconds of a product with row scales: 374, 362, 161 and 159 µs instead of cuBLAS's 310, 330, 132 and
+"""Factor on the seconds of a matmul with row scales: 374, 362, 161 and 159 µs instead of cuBLAS's 310, 330, 132 and
 139 with one scale, pytorch/FBGEMM #2764."""
 
 
@@ -64,7 +64,7 @@ def takes_fp8(cost: Cost, segment: Segment, product: Matmul) -> bool:
 
 
 def cast_bytes(cost: Cost, shape: tuple[float, float, float, float], again: float) -> float:
-    """Bytes that casts move in all passes over products of a shape (rows, inner, columns, count)."""
+    """Bytes that casts move in all passes over matmuls of a shape (rows, inner, columns, count)."""
     assert cost.fp8 is not None
     rows, inner, columns, count = shape
     cast = _CASTS[cost.fp8]
@@ -77,12 +77,12 @@ def cast_bytes(cost: Cost, shape: tuple[float, float, float, float], again: floa
     return count * (activations + weights) * (1.0 if fused else _EAGER)
 
 
-_SCORES_TRAFFIC = 3.0  # bytes moved between attention's products per saved byte of scores
+_SCORES_TRAFFIC = 3.0  # bytes moved between attention's matmuls per saved byte of scores
 
 _ADDED = 2.0  # passes over a weight's gradient per chunk of rows: a read and a write
 _OF_CHUNK = 30.0  # operations per chunk of logits: its loss and its gradients
 
-_Local = tuple[float, float, float, float]  # rows, inner, columns and count of products on one device
+_Local = tuple[float, float, float, float]  # rows, inner, columns and count of matmuls on one device
 
 
 class Computed(NamedTuple):
@@ -96,7 +96,7 @@ class Computed(NamedTuple):
 def seconds_of_copy(cost: Cost, segment: Segment, products: ProductTimes) -> Computed:
     """A roofline by operation: Williams, Waterman and Patterson 2009, "Roofline".
 
-    Products and attention run at the share of the dtype's peak that their shape and kernel reach, other operations at
+    Matmuls and attention run at the share of the dtype's peak that their shape and kernel reach, other operations at
     the reached memory bandwidth. Every operation also costs a launch.
     """
     again = cost.recompute if segment.is_block else 0.0
@@ -124,7 +124,7 @@ def seconds_of_copy(cost: Cost, segment: Segment, products: ProductTimes) -> Com
 
 
 def _recomputed(cost: Cost, product: Matmul, place: float) -> float:
-    """The share of these products that recomputation repeats; `place` products come before them."""
+    """The share of these matmuls that recomputation repeats; `place` matmuls come before them."""
     if cost.recompute_keeps in ("inputs", "nothing"):
         return 1.0
     if cost.recompute_keeps == "every second":
@@ -134,7 +134,7 @@ def _recomputed(cost: Cost, product: Matmul, place: float) -> float:
 
 
 def _local_shape(cost: Cost, product: Matmul, share: float, load: float = 1.0) -> _Local:
-    """Rows, inner, columns and count of products on one device; experts have `load` times the mean rows."""
+    """Rows, inner, columns and count of matmuls on one device; experts have `load` times the mean rows."""
     rows, inner, columns, count = product.rows * share, float(product.inner), float(product.columns), product.count
     rows *= load if product.of_experts else 1.0
     if product.of_experts and cost.expert > 1:
@@ -150,9 +150,9 @@ def _local_shape(cost: Cost, product: Matmul, share: float, load: float = 1.0) -
 def _product_seconds(
     cost: Cost, product: Matmul, shape: _Local, again: float, in_fp8: bool, products: ProductTimes
 ) -> float:
-    """Seconds of all passes over products of one shape.
+    """Seconds of all passes over matmuls of one shape.
 
-    Backward has two products for each forward product, for the gradients of its input and of its weight; frozen weights
+    Backward has two matmuls for each forward matmul, for the gradients of its input and of its weight; frozen weights
     need the first alone (Kaplan et al. 2020, arXiv 2001.08361, section 2.1). All three move the same three matrices.
     """
     rows, inner, columns, count = shape
@@ -196,7 +196,7 @@ def optimizer_bytes(cost: Cost) -> float:
 
 
 def _dequantized_bytes(cost: Cost, product: Matmul, shape: _Local, again: float) -> float:
-    """Bytes moved to dequantize a weight before each product: a read, and a write in full precision."""
+    """Bytes moved to dequantize a weight before each matmul: a read, and a write in full precision."""
     _, inner, columns, count = shape
     passes = (3.0 if product.trainable else 2.0) + again
     return count * passes * (product.stored_itemsize + itemsize(cost)) * inner * columns
@@ -242,7 +242,7 @@ and 128 on an A100, 296 and 338 on an H100 (flash2: Dao 2023, arXiv 2307.08691, 
 forward: arXiv 2407.08608, figure 5). Earlier kernels are no slower with small heads."""
 _TILE = 128.0  # queries, or keys
 _TAIL = 1.03  # a causal kernel's last tiles leave devices partly idle: 203 and 189 TFLOP/s at 16,384 tokens
-_PASSES = 3.5  # Dao et al. 2022, arXiv 2205.14135: backward computes five products where forward does two
+_PASSES = 3.5  # Dao et al. 2022, arXiv 2205.14135: backward computes five matmuls where forward does two
 _TENSORS = 4.0  # queries, keys, values, results; backward moves them, and the gradients of each
 
 
@@ -260,7 +260,7 @@ def fused_seconds(
 
 
 def written_seconds(segment: Segment, flops: float, again: float, dtype: str, products: ProductTimes) -> float:
-    """The same for attention that writes its scores; the memory traffic between products counts elsewhere."""
+    """The same for attention that writes its scores; the memory traffic between matmuls counts elsewhere."""
     tokens, head = float(segment.sequence_length), float(segment.head_dim or _HEAD)
     if not tokens:
         return (3.0 + again) * flops / (peak_flops(products.device, dtype) * products.device.efficiency.matmul)

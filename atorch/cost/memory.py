@@ -53,7 +53,7 @@ class Memory(NamedTuple):
     working: float
     on_host: float = 0.0  # in host memory, not part of the total; the same at all moments
     stepped: float = 0.0  # share of the parameters that the host steps
-    coming: float = 0.0  # the most transient bytes at any moment
+    max_transient: float = 0.0  # the most transient bytes at any moment
     stage: int = 0
 
     @property
@@ -65,7 +65,7 @@ class Memory(NamedTuple):
     @property
     def slack(self) -> float:
         """Bytes that the allocator reserves in addition, in fragments that nothing fits into."""
-        return SLACK * self.coming
+        return SLACK * self.max_transient
 
     @property
     def reserved(self) -> float:
@@ -110,8 +110,8 @@ def peak_memory(cost: Cost) -> Memory:
     peaks = _peaks(cost, stages)
     stage, held = max(zip(stages, peaks, strict=True), key=lambda pair: pair[1].total)
     if len(peaks) > 1:
-        needed = max(peak.total + STUCK * SLACK * peak.coming for peak in peaks)
-        held = held._replace(coming=(needed - held.total) / (STUCK * SLACK))
+        needed = max(peak.total + STUCK * SLACK * peak.max_transient for peak in peaks)
+        held = held._replace(max_transient=(needed - held.total) / (STUCK * SLACK))
     return held._replace(stage=stage.index, on_host=max(peak.on_host for peak in peaks))
 
 
@@ -172,8 +172,8 @@ def _peak_with_host(timeline: StageMemory, buffer_bytes: float, offload: _Offloa
     full = max(held.total for _, held in shared) * (1 - ROUNDING)
     fullest = [pair for pair in shared if pair[1].total >= full]
     _, held = max(fullest, key=lambda pair: (pair[1].on_host, -pair[1].parameters))
-    coming = max(live.activations + live.transient + live.working for _, live in shared)
-    return held._replace(coming=coming - timeline.buckets)
+    max_transient = max(live.activations + live.transient + live.working for _, live in shared)
+    return held._replace(max_transient=max_transient - timeline.buckets)
 
 
 def _on_device(timeline: StageMemory, moment: MemoryPoint, buffer_bytes: float) -> Memory:
@@ -186,7 +186,7 @@ def _on_device(timeline: StageMemory, moment: MemoryPoint, buffer_bytes: float) 
         buffer_bytes,
         moment.transient + timeline.buckets,
         moment.working,
-        coming=timeline.coming,
+        max_transient=timeline.max_transient,
     )
 
 

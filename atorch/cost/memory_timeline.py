@@ -52,7 +52,7 @@ class StageMemory:
     passes: tuple[MemoryPoint, ...]  # moments of forward and backward
     step: MemoryPoint  # of the optimizer
     peak: MemoryPoint
-    coming: float  # the most transient bytes at any moment
+    max_transient: float  # the most transient bytes at any moment
     in_flight: float  # micro-batches
 
     @cached_property
@@ -128,7 +128,7 @@ class _Copy(NamedTuple):
     stored_state: float
     kept: float  # activations saved for backward
     again: float  # activations that are recomputed instead of kept
-    results: float  # of products: their gradients are needed for the weights' gradients
+    results: float  # of matmuls: their gradients are needed for the weights' gradients
     working: float  # needed by backward in addition
     weights: float  # elements of the weights of different shapes
 
@@ -169,7 +169,7 @@ def _timeline(terms: Terms, stage: StageCost, appear: bool, piece: float) -> Sta
         passes=tuple(passes),
         step=step,
         peak=max(moments, key=attrgetter("total")),
-        coming=max(moment.total - moment.gradients for moment in moments),
+        max_transient=max(moment.total - moment.gradients for moment in moments),
         in_flight=stage.in_flight,
     )
 
@@ -198,7 +198,7 @@ def _moments(
 
     If no forward comes between, one micro-batch less is in flight in the second backward; in an interleaved schedule,
     one piece of it less. All gradients exist then. Micro-batches whose weights' gradients are deferred hold the
-    gradients of products' results. With recomputation the recomputed activations of all micro-batches in flight, and
+    gradients of matmuls' results. With recomputation the recomputed activations of all micro-batches in flight, and
     one more, are live: simulated with 4 stages, within 11 %.
     """
     in_flight, waiting = stage.in_flight, stage.waiting
@@ -361,5 +361,5 @@ def _kept_when_recomputed(terms: Terms, segment: Segment, inside: float, outside
 
 
 def _num_sums(segment: Segment) -> float:
-    """The number of products whose results are added to the residual stream, so plain backward need not save them."""
+    """The number of matmuls whose results are added to the residual stream, so plain backward need not save them."""
     return sum(product.count for product in segment.matmuls if product.split == "rows" and not product.of_experts)

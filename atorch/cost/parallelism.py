@@ -35,26 +35,26 @@ REPLICA_AXES = ("data", "zero", "sequence", "context")
 
 def arrange(cost: Cost, sizes: Mapping[str, int]) -> Cost:
     """Arrange ranks along `AXES` in their usual order; the axes of different samples divide the batch."""
-    cost = cost.but(axes={name: sizes[name] for name in AXES if sizes.get(name, 1) > 1})
-    return cost.but(batch_size=cost.batch_size / cost.size(*BATCH_AXES))
+    cost = cost.replace(axes={name: sizes[name] for name in AXES if sizes.get(name, 1) > 1})
+    return cost.replace(batch_size=cost.batch_size / cost.size(*BATCH_AXES))
 
 
 def split_tensor(cost: Cost, *, splits_norms: bool = False) -> Cost:
-    """Split products by columns and rows over the tensor axis; with `splits_norms` split the rest by tokens.
+    """Split matmuls by columns and rows over the tensor axis; with `splits_norms` split the rest by tokens.
 
     Shoeybi et al. 2019, arXiv 1909.08053, section 3; Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.
     """
-    return cost.but(tensor=cost.size("tensor"), splits_norms=splits_norms and cost.size("tensor") > 1)
+    return cost.replace(tensor=cost.size("tensor"), splits_norms=splits_norms and cost.size("tensor") > 1)
 
 
 def split_sequence(cost: Cost) -> Cost:
     """Split tokens over the sequence axis, heads inside attention: Jacobs et al. 2023, arXiv 2309.14509, section 3."""
-    return cost.but(sequence=cost.size("sequence"))
+    return cost.replace(sequence=cost.size("sequence"))
 
 
 def split_context(cost: Cost) -> Cost:
     """Split tokens over the context axis, keys and values in a ring: Liu et al. 2023, arXiv 2310.01889, section 3."""
-    return cost.but(context=cost.size("context"))
+    return cost.replace(context=cost.size("context"))
 
 
 def whole_outside(cost: Cost) -> Cost:
@@ -63,19 +63,19 @@ def whole_outside(cost: Cost) -> Cost:
     They have all tokens, too, if the loss is not a cross entropy and so needs full logits, or with a pipeline.
     """
     has_losses = any(segment.num_losses for segment in cost.segments)
-    return cost.but(whole_outside=True, own_tokens=has_losses and cost.size("pipeline") == 1)
+    return cost.replace(whole_outside=True, own_tokens=has_losses and cost.size("pipeline") == 1)
 
 
 def split_pipeline(
     cost: Cost, *, schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = "1f1b", interleave: int = 1
 ) -> Cost:
     """Split blocks over the pipeline axis, with `interleave` pieces of the model on each rank."""
-    return cost.but(stages=cost.size("pipeline"), schedule=schedule, interleave=interleave)
+    return cost.replace(stages=cost.size("pipeline"), schedule=schedule, interleave=interleave)
 
 
 def accumulate(cost: Cost, num_micro_batches: float) -> Cost:
     """Divide a step into micro-batches whose gradients are summed."""
-    return cost.but(num_micro_batches=float(num_micro_batches))
+    return cost.replace(num_micro_batches=float(num_micro_batches))
 
 
 def replicate(
@@ -105,7 +105,7 @@ def shard_optimizer(
     bucket_bytes: float = 25 * MiB,
     overlaps: bool = True,
     reduces: Literal["all_reduce", "reduce_scatter"] = "reduce_scatter",
-    each_micro_batch: bool = False,
+    per_micro_batch: bool = False,
     gathers: Gathers = "all_gather",
     gathers_ahead: bool = False,
 ) -> Cost:
@@ -124,8 +124,8 @@ def shard_optimizer(
     elif gathers != "all_gather":
         calls, gathers = num_sliced_buckets(cost) if gathers == "sliced" else 1.0, "all_gather"
     return _send(
-        cost.but(optim_shards=cost.optim_shards / share),
-        _reduction(cost, reduces, axes, itemsize, bucket_bytes, overlaps, each_micro_batch),
+        cost.replace(optim_shards=cost.optim_shards / share),
+        _reduction(cost, reduces, axes, itemsize, bucket_bytes, overlaps, per_micro_batch),
         Comm(gathers, over, stepped, count=calls, overlap=1.0 - 1.0 / calls if gathers_ahead else 0.0),
     )
 
@@ -148,11 +148,11 @@ def shard(
     gathered over a step's micro-batches, and gradients full. Blocks are gathered again in backward unless
     `keeps_gathered`. Shards of gradients are all-reduced over `replicas`. FSDP2 copies parameters out of the gathered
     buffer, and gradients into another (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py). FSDP1's parameters
-    are views of the gathered buffer, so it copies gradients alone. Weights of 8-bit products may be gathered in 8 bits
+    are views of the gathered buffer, so it copies gradients alone. Weights of 8-bit matmuls may be gathered in 8 bits
     (`Cost.fp8_sent`). With `Cost.casts_shards` the shards and their gradients are in fp32, so they need no masters.
     """
     if cost.casts_shards and cost.master_itemsize:
-        cost = cost.but(param_itemsize=4.0, grad_itemsize=4.0, master_itemsize=0.0)
+        cost = cost.replace(param_itemsize=4.0, grad_itemsize=4.0, master_itemsize=0.0)
     shards, around = cost.size(*axes), _num_groups_around(cost.segments)
     calls = float(cost.num_blocks + around)
     keeps_gathered = keeps_gathered or once_a_step
@@ -168,7 +168,7 @@ def shard(
     reduced = reduced_itemsize * trainable
     out = 2.0 * gathered if copies == "both" else 0.0
     into = 0.0 if copies == "nothing" else reduced + itemsize * trainable
-    cost = cost.but(
+    cost = cost.replace(
         param_shards=cost.param_shards * shards,
         grad_shards=cost.grad_shards * (1.0 if once_a_step else shards),
         optim_shards=cost.optim_shards * shards,
@@ -181,11 +181,11 @@ def shard(
     often = not once_a_step
     cost = _send(
         cost,
-        Comm("all_gather", axes, gathered, calls + regathers, overlap, each_micro_batch=often, copied=out),
-        Comm("reduce_scatter", axes, reduced, reductions, overlap, each_micro_batch=often, copied=into),
+        Comm("all_gather", axes, gathered, calls + regathers, overlap, per_micro_batch=often, copied=out),
+        Comm("reduce_scatter", axes, reduced, reductions, overlap, per_micro_batch=often, copied=into),
         calls_a_group=True,
     )
-    between = Comm("all_reduce", replicas, reduced / shards, reductions, overlap, each_micro_batch=often)
+    between = Comm("all_reduce", replicas, reduced / shards, reductions, overlap, per_micro_batch=often)
     return _send(cost, between, calls_a_group=True, fewer_shards=min(shards, cost.expert_ranks))
 
 
@@ -238,13 +238,13 @@ def _reduction(
     num_bytes = trainable * itemsize / cost.grad_shards
     reduced = reductions(cost, num_bytes / trainable, bucket_bytes) if num_bytes else Reductions(1, 1.0)
     overlap = 1 - reduced.last_share if overlaps else 0.0
-    return Comm(kind, axes, num_bytes, count=reduced.calls, overlap=overlap, each_micro_batch=often)
+    return Comm(kind, axes, num_bytes, count=reduced.calls, overlap=overlap, per_micro_batch=often)
 
 
 FLAT_BYTES = 32 * 2**20
 """Size of buckets of parameters to broadcast or gather (runtime/data_parallel/buckets.py, shard_buckets.py)."""
 MOST_VECTORS = 1024
-"""Limit of vectors in a copy of a segment: more elements would belong to weights without a product, not to vectors."""
+"""Limit of vectors in a copy of a segment: more elements would belong to weights without a matmul, not to vectors."""
 
 
 class Reductions(NamedTuple):
@@ -328,8 +328,8 @@ def _sizes(segments: tuple[Segment, ...], tensor: int, experts: float) -> tuple[
 
 
 def _of_copy(segment: Segment, tensor: int, experts: float) -> list[float]:
-    """Elements of each parameter of a copy. If sizes are unknown, or split, the products give the weights; the rest
-    (norms and biases) counts as vectors of the model's width. A segment without products is a table.
+    """Elements of each parameter of a copy. If sizes are unknown, or split, the matmuls give the weights; the rest
+    (norms and biases) counts as vectors of the model's width. A segment without matmuls is a table.
     """
     if segment.trainable_sizes and tensor == experts == 1:
         return list(segment.trainable_sizes)

@@ -130,7 +130,7 @@ def _by_blocks(segments: Sequence[Segment], stages: int) -> Iterator[tuple[int, 
 
 
 def _by_flops(segments: Sequence[Segment], stages: int) -> Iterator[tuple[int, int]]:
-    """As `_by_blocks`, but a stage ends with the copy that reaches its share of all products' FLOPs.
+    """As `_by_blocks`, but a stage ends with the copy that reaches its share of all matmuls' FLOPs.
 
     It ends earlier if only as many copies with parameters are left as stages, since each has to train something.
     """

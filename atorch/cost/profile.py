@@ -2,7 +2,7 @@
 
 A model is a sequence of segments: the part before its repeated blocks, each run of equal blocks, and the parts between
 and after, including the loss. One copy of a block represents its whole run, so a model of 126 layers has three
-segments. Inside a block, tensor parallelism divides the region between a product split by columns and one split by
+segments. Inside a block, tensor parallelism divides the region between a matmul split by columns and one split by
 rows. The norms and residual streams outside stay whole, unless a sequence split divides them too (Korthikanti et al.
 2022, arXiv 2205.05198). So all figures of activations and traffic distinguish inside and outside.
 
@@ -25,10 +25,10 @@ AttentionKind = Literal["fused", "replaceable", "written"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Matmul:
-    """`count` products `(rows, inner) @ (inner, columns)` with a weight, in forward, for the traced batch.
+    """`count` matmuls `(rows, inner) @ (inner, columns)` with a weight, in forward, for the traced batch.
 
     `rows` grows with the samples. `split` is the weight's dimension that tensor parallelism divides: columns, rows (the
-    result is then reduced), or none. `of_experts` marks products of a mixture's experts; `rows` counts routed tokens.
+    result is then reduced), or none. `of_experts` marks matmuls of a mixture's experts; `rows` counts routed tokens.
     """
 
     rows: float
@@ -42,16 +42,16 @@ class Matmul:
 
     @property
     def flops(self) -> float:
-        """Forward FLOPs of all `count` products; a multiply-add counts as two."""
+        """Forward FLOPs of all `count` matmuls; a multiply-add counts as two."""
         return 2.0 * self.rows * self.inner * self.columns * self.count
 
 
 MULTIPLE = 16
-"""8-bit products need both dimensions of a weight divisible by this."""
+"""8-bit matmuls need both dimensions of a weight divisible by this."""
 LOGIT_CHUNKS = 16
 """Chunks that all rows of logits are cut into by default."""
 LEAST_ROWS = 128
-"""Minimum rows of such a chunk by default, so that products stay fast."""
+"""Minimum rows of such a chunk by default, so that matmuls stay fast."""
 Fp8Weights = Literal["none", "blocks", "all"]
 
 
@@ -60,8 +60,8 @@ class Region:
     """Activations and memory traffic of a part of a segment, in bytes, for the traced batch and dtypes."""
 
     saved_bytes: float = 0.0  # saved for backward
-    selective_bytes: float = 0.0  # of those, results of products and attention, which selective recomputation keeps
-    traffic_bytes: float = 0.0  # read and written in forward by operations that are neither products nor attention
+    selective_bytes: float = 0.0  # of those, results of matmuls and attention, which selective recomputation keeps
+    traffic_bytes: float = 0.0  # read and written in forward by operations that are neither matmuls nor attention
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +115,7 @@ class Segment:
     def sent_itemsize(self, itemsize: float, fp8: Fp8Weights = "none") -> float:
         """Mean bytes of a parameter when sent in `itemsize` bytes; narrower frozen parameters are sent as they are.
 
-        fp8: where weights of 8-bit products are sent in 8 bits.
+        fp8: where weights of 8-bit matmuls are sent in 8 bits.
         """
         sent = min(itemsize, self.mean_itemsize(itemsize))
         if fp8 == "none" or not (self.num_params and (self.is_block or fp8 == "all")):
@@ -129,7 +129,7 @@ class Segment:
 
     @property
     def matmul_flops(self) -> float:
-        """Forward FLOPs of products with weights."""
+        """Forward FLOPs of matmuls with weights."""
         return sum(product.flops for product in self.matmuls)
 
     @property
@@ -158,7 +158,7 @@ class ModelProfile:
     optim_state_per_param: float = 2.0  # elements of optimizer state per parameter element: Adam 2, momentum 1
     optim_is_elementwise: bool = True  # True if elements step independently, so its state can be split anywhere
     optim_traffic: float = 1.0  # seconds of its step, relative to reading and writing everything once
-    optim_flops: float = 0.0  # of its step, a parameter element, in 16 bits: Muon's products
+    optim_flops: float = 0.0  # of its step, a parameter element, in 16 bits: Muon's matmuls
     optim_temporaries: bool = True  # True if an optimizer like Adam makes a temporary for each parameter
     module_classes: frozenset[str] = frozenset()  # names of the module classes in the model
     block_classes: frozenset[str] = frozenset()  # of those, in repeated blocks
@@ -212,7 +212,7 @@ def distinct_share(segment: Segment, places: int) -> float:
 
 
 def expert_saved_bytes(segment: Segment) -> float:
-    """Bytes that a segment's experts save: inputs and results of their products."""
+    """Bytes that a segment's experts save: inputs and results of their matmuls."""
     first = _expert_product(segment)
     if first is None:
         return 0.0

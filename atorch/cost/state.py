@@ -17,17 +17,17 @@ from atorch.cost.profile import AttentionKind, Fp8Weights, ModelProfile, Segment
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "send"]
 
 RecomputePolicy = Literal["inputs", "selective", "results", "every second", "scores", "nothing"]
-"""Tensors of a block that recomputation keeps. "inputs": its inputs; "selective": saved results of products and
-attention; "results": its inputs and the results of every product and of attention; "every second": the same for every
-second product; "scores": all but attention's scores; "nothing": its inputs, on the host."""
+"""Tensors of a block that recomputation keeps. "inputs": its inputs; "selective": saved results of matmuls and
+attention; "results": its inputs and the results of every matmul and of attention; "every second": the same for every
+second matmul; "scores": all but attention's scores; "nothing": its inputs, on the host."""
 
 Fp8Scaling = Literal["delayed", "tensorwise", "rowwise", "rowwise_gw_hp", "blockwise"]
 """Scaling of operands to 8 bits: by the largest values of earlier steps, of the tensor, of each row, of each row except
 in the weight's gradient (which stays in high precision), or of blocks, such as 32 numbers in microscaling formats."""
 
 Beside = Literal["nothing", "weights", "chunks", "both"]
-"""Communication of a tensor split that overlaps with products. "weights": backward's sums, with products of weights'
-gradients; "chunks": inputs and results of products, chunk by chunk with the product itself; "both": the first so, the
+"""Communication of a tensor split that overlaps with matmuls. "weights": backward's sums, with matmuls of weights'
+gradients; "chunks": inputs and results of matmuls, chunk by chunk with the matmul itself; "both": the first so, the
 rest in chunks."""
 
 
@@ -38,7 +38,7 @@ class Comm:
     `num_bytes` is the full payload as seen by one rank: the tensor that is reduced, or the full gathered tensor, for
     the whole model. `overlap` is the fraction that computation can hide. A pipeline stage has its share of parameters
     or blocks of it (`scales_with`). Calls that scale with blocks happen in every micro-batch; `num_bytes` is their sum.
-    `copied` bytes are read and written to pack and unpack the payload, and nothing hides them. With `each_micro_batch`,
+    `copied` bytes are read and written to pack and unpack the payload, and nothing hides them. With `per_micro_batch`,
     `num_bytes`, `count` and `copied` are of one micro-batch.
     """
 
@@ -48,7 +48,7 @@ class Comm:
     count: float = 1.0
     overlap: float = 0.0
     scales_with: Literal["parameters", "blocks"] = "parameters"
-    each_micro_batch: bool = False
+    per_micro_batch: bool = False
     copied: float = 0.0
 
 
@@ -123,20 +123,20 @@ class Cost:
     sends_beside: bool = False  # stages send and receive while they compute other micro-batches
     scatters_sends: bool = False  # each tensor rank sends its share, gathered on arrival: arXiv 2104.04473, 4.1
     interleave: int = 1  # pieces of the model on a stage
-    balances_flops: bool = False  # stages have equal FLOPs of products, not equal numbers of blocks
+    balances_flops: bool = False  # stages have equal FLOPs of matmuls, not equal numbers of blocks
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = "1f1b"
 
     # How it computes.
-    dtype: str = "float32"  # of products, except those in fp8
-    fp8: Fp8Scaling | None = None  # scaling of Linear layers' products in 8 bits; None: not in 8 bits
+    dtype: str = "float32"  # of matmuls, except those in fp8
+    fp8: Fp8Scaling | None = None  # scaling of Linear layers' matmuls in 8 bits; None: not in 8 bits
     fp8_outside: bool = False  # also those outside of blocks, mainly the head
     fp8_once: bool = False  # weights are cast once a step and kept for all micro-batches
-    fp8_sent: Fp8Weights = "none"  # weights of 8-bit products that FSDP2 would gather in 8 bits
-    fp8_gathers: bool = False  # tensor ranks gather the inputs of 8-bit products in 8 bits
-    adds_in_products: bool = False  # products of weights' gradients accumulate into those of earlier micro-batches
+    fp8_sent: Fp8Weights = "none"  # weights of 8-bit matmuls that FSDP2 would gather in 8 bits
+    fp8_gathers: bool = False  # tensor ranks gather the inputs of 8-bit matmuls in 8 bits
+    adds_in_products: bool = False  # matmuls of weights' gradients accumulate into those of earlier micro-batches
     activation_scale: float = 1.0  # bytes of activations over those traced
     attention_kernel: str = ""  # name of a fused kernel in cluster files; "": PyTorch's choice on the device
-    traffic_scale: float = 1.0  # bytes moved by operations other than products, over those traced
+    traffic_scale: float = 1.0  # bytes moved by operations other than matmuls, over those traced
     hop_wait_s: float = (
         0.0  # extra launch time of every hop of a collective, in a pipeline whose stages send between nodes
     )
@@ -152,7 +152,7 @@ class Cost:
     comm: tuple[Comm, ...] = ()
     extra_s: float = 0.0  # seconds that a method adds and no other field covers
 
-    def but(self, **changes: Any) -> Cost:
+    def replace(self, **changes: Any) -> Cost:
         """A copy with some fields changed: `dataclasses.replace`, in a tenth of its time."""
         if not changes.keys() <= Cost.__dataclass_fields__.keys():
             raise TypeError(f"Cost has no field {', '.join(changes.keys() - Cost.__dataclass_fields__.keys())}")
@@ -170,7 +170,7 @@ class Cost:
     def send(self, *comm: Comm) -> Cost:
         """A copy with more communication; calls over axes of size 1 are dropped."""
         comm = comm if self.overlaps else tuple(replace(c, overlap=0.0) for c in comm)
-        return self.but(comm=self.comm + tuple(c for c in comm if self.size(*c.axis) > 1))
+        return self.replace(comm=self.comm + tuple(c for c in comm if self.size(*c.axis) > 1))
 
     def local_params(self, segment: Segment) -> float:
         """Elements of one copy of a segment that a device holds before data-parallel sharding."""
@@ -295,8 +295,8 @@ def reduce_once(cost: Cost) -> Cost:
     """
     if cost.num_micro_batches == 1 or not cost.gathered_itemsize or cost.grads_persist:
         return cost
-    comm = (call if call.kind == "all_gather" else replace(call, each_micro_batch=False) for call in cost.comm)
-    return cost.but(grad_itemsize=cost.reduced_itemsize, grad_shards=1.0, whole_grads=True, comm=tuple(comm))
+    comm = (call if call.kind == "all_gather" else replace(call, per_micro_batch=False) for call in cost.comm)
+    return cost.replace(grad_itemsize=cost.reduced_itemsize, grad_shards=1.0, whole_grads=True, comm=tuple(comm))
 
 
 def in_buckets(cost: Cost, replicas: int) -> Cost:
@@ -306,7 +306,7 @@ def in_buckets(cost: Cost, replicas: int) -> Cost:
     """
     if replicas == 1:
         return cost
-    cost = cost.but(grads_persist=True)
+    cost = cost.replace(grads_persist=True)
     if cost.stages == 1 or cost.main_grad_itemsize:
         return cost
-    return cost.but(bucket_itemsize=cost.bucket_itemsize + cost.grad_itemsize)
+    return cost.replace(bucket_itemsize=cost.bucket_itemsize + cost.grad_itemsize)

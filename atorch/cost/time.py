@@ -223,7 +223,7 @@ class StepTimes:
             hidden += hiding
             carried[group.num_nodes > 1] += group.carrying_s(comm.kind, num_bytes)
             launch += comm.count * (launching + waiting_s * rounds_of(comm.kind) * (group.size - 1))
-        uncovered = max(0.0, overlapped - computed.matmul_s)  # hideable, but longer than the products that hide it
+        uncovered = max(0.0, overlapped - computed.matmul_s)  # hideable, but longer than the matmuls that hide it
         return _Copy(
             matmul_s=computed.matmul_s,
             traffic_s=computed.traffic_s,
@@ -248,9 +248,9 @@ class StepTimes:
         sent = {"once": [0.0] * 4, "parameters": [0.0] * 4, "blocks": [0.0] * 4}
         for comm in cost.comm:
             group, share, when = self._group(cost, comm.axis), 1.0, comm.scales_with
-            if not comm.each_micro_batch:
+            if not comm.per_micro_batch:
                 share = 1.0 / cost.num_micro_batches if when == "blocks" else 1.0
-            sums = sent[when if comm.each_micro_batch or when == "blocks" else "once"]
+            sums = sent[when if comm.per_micro_batch or when == "blocks" else "once"]
             seconds = share * group.seconds(comm.kind, comm.count, comm.num_bytes)
             sums[0] += (1.0 - comm.overlap) * seconds + share * comm.copied / reached_bandwidth(self.cluster)
             sums[1] += comm.overlap * seconds

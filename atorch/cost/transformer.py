@@ -1,7 +1,7 @@
 """A transformer's profile in closed form, from its shape alone, without building or tracing a model.
 
 A block is the sum of its parts: norms, attention, a feed-forward layer or a mixture of experts, residual sums. Each
-part lists its products, the bytes that it saves for backward and its memory traffic, inside and outside of tensor
+part lists its matmuls, the bytes that it saves for backward and its memory traffic, inside and outside of tensor
 splits. With tokens T, hidden h, and two bytes an element, a GPT block adds up to the 34 T h + 5 a s T bytes of
 Korthikanti et al. 2022 (arXiv 2205.05198, section 4.1). `Implementation` describes implementations that save other
 tensors, because attention or activations are fused, or because a norm is computed in fp32.
@@ -44,7 +44,7 @@ class LatentAttention:
 
     @property
     def mean_dim(self) -> int:
-        """Features of a head, averaged over the product that computes scores and the one that applies them."""
+        """Features of a head, averaged over the matmul that computes scores and the one that applies them."""
         return (self.nope_dim + self.rope_dim + self.value_dim) // 2
 
 
@@ -87,11 +87,11 @@ class Implementation:
 
     itemsize: float = 2.0  # bytes of an activation
     stream_itemsize: float = 0.0  # of the residual stream, if its dtype differs; 0: the same
-    autocast: bool = False  # norms are in fp32, and each product casts its inputs again
+    autocast: bool = False  # norms are in fp32, and each matmul casts its inputs again
     flash_attention: bool = True  # scores are recomputed, not kept: Dao et al. 2022, arXiv 2205.14135
     causal: bool = True  # flash attention skips masked scores, half of the FLOPs
     fused_softmax: bool = True  # else written scores are scaled, masked and cast by separate operations
-    fused_projections: bool = True  # one product for queries, keys and values, one for gate and up
+    fused_projections: bool = True  # one matmul for queries, keys and values, one for gate and up
     fused_norm: bool = True  # else norms run operation by operation in fp32, and save fp32 copies
     fused_activation: bool = True  # else the activation's result is saved in addition to its factor
     dropout: bool = False  # saves masks of attention and both residual branches, a byte an element
@@ -115,7 +115,7 @@ class _Part:
     working_bytes: float = 0.0
     dispatched_bytes: float = 0.0
     num_ops: float = 0.0
-    num_into: int = 1  # products that read the output of the norm before
+    num_into: int = 1  # matmuls that read the output of the norm before
 
 
 def transformer_profile(
@@ -234,7 +234,7 @@ class _Build:
         )
 
     def norm(self, width: int = 0, products: int = 1) -> _Part:
-        """A norm saves its input, and the product after it saves its output.
+        """A norm saves its input, and the matmul after it saves its output.
 
         An unfused norm in fp32 saves its input in fp32 (one tensor for the square and the scaling) and the normalised
         values in the dtype of its weight. Under autocast each of `products` saves a cast of the output.
@@ -317,7 +317,7 @@ class _Build:
         # Probabilities; with dropout also its result and a mask: 5 bytes a score in 16 bits.
         scores = self.tokens * shape.seq_len * shape.heads
         written = (2.0 * keep.itemsize + 1.0 if keep.dropout else keep.itemsize) * scores
-        # The softmax and dropout read and write scores; reads and writes of products count with the products.
+        # The softmax and dropout read and write scores; reads and writes of matmuls count with the matmuls.
         passes = (2.0 if keep.fused_softmax else 10.0) + (2.0 if keep.dropout else 0.0)
         return _Part(
             attention_flops=flops,
@@ -328,7 +328,7 @@ class _Build:
         )
 
     def feed_forward(self, width: int) -> _Part:
-        """A feed-forward layer of two products, or three with a gate: Shazeer 2020, arXiv 2002.05202."""
+        """A feed-forward layer of two matmuls, or three with a gate: Shazeer 2020, arXiv 2002.05202."""
         shape = self.shape
         kept = self._activation(self.tokens, width)
         matrices = 3 if shape.gated else 2
@@ -378,7 +378,7 @@ class _Build:
         )
 
     def _activation(self, tokens: float, width: int) -> _Part:
-        """The activation between the products of a feed-forward layer, with the peak of its gradients."""
+        """The activation between the matmuls of a feed-forward layer, with the peak of its gradients."""
         keep, inputs = self.keep, 2 if self.shape.gated else 1
         size = tokens * width * keep.itemsize
         unfused = 1 if self.shape.gated and not keep.fused_activation else 0

@@ -15,7 +15,7 @@ T = TypeVar("T")
 GRACE = timedelta(seconds=2)  # the time that other ranks may take to notice that an exchange has failed
 
 
-class NoAnswerError(ArgumentError, RuntimeError):
+class MissingRanksError(ArgumentError, RuntimeError):
     """An exchange between processes failed; the message names the ranks that did not take part."""
 
 
@@ -42,15 +42,15 @@ def answered(exchange: Callable[[], T], group: dist.ProcessGroup) -> T:
     Writes to the store only after a failure: ranks that waited in vain register there, so the rest are missing.
 
     Raises:
-        NoAnswerError: a rank did not come in time, or has ended. Raised GRACE after the group's time-out.
+        MissingRanksError: a rank did not come in time, or has ended. Raised GRACE after the group's time-out.
     """
     try:
         return exchange()
-    except NoAnswerError:
+    except MissingRanksError:
         raise
     except RuntimeError as error:  # the base class of torch's errors of collectives
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise NoAnswerError(f"{_who_came(group)} ({reason})") from error
+        raise MissingRanksError(f"{_who_came(group)} ({reason})") from error
 
 
 def _who_came(group: dist.ProcessGroup) -> str:

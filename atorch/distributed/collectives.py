@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from atorch import errors
 from atorch.distributed.barrier_diagnostics import Arrivals, answered, listed
-from atorch.distributed.fingerprints import Fact, Facts, both_ways, described, digest
+from atorch.distributed.fingerprints import Fact, Facts, digest, facts_of, hash_pair
 from atorch.distributed.world import TIMEOUT
 from atorch.errors import ArgumentError, AtorchError
 from atorch.logs import OF_THIS_RANK, logger
@@ -41,7 +41,7 @@ def is_fake_world() -> bool:
     return dist.is_initialized() and dist.get_backend() == "fake"
 
 
-def own_rank() -> int:
+def global_rank() -> int:
     """The rank of this process among all; 0 if it is alone."""
     return dist.get_rank() if dist.is_initialized() else 0
 
@@ -317,7 +317,7 @@ def _answers(exchange: Callable[[], T], call: str) -> T:
 
 def _is_same(value: Any, group: dist.ProcessGroup | None = None, *, is_well: bool = True) -> bool:
     """True if `value`, plain data compared by its repr, is equal on all ranks and all are well."""
-    high, low, is_ill = all_reduce_max([*both_ways(value), not is_well], group)
+    high, low, is_ill = all_reduce_max([*hash_pair(value), not is_well], group)
     return high == -low and not is_ill
 
 
@@ -329,7 +329,7 @@ def require_equal(value: Any, what: str, error: type[AtorchError]) -> None:
         return  # dicts that are equal but for their order
     items = {f"{what}[{i}]": item for i, item in enumerate(value)} if isinstance(value, list) else {what: value}
     texts = {place: item if isinstance(item, str) else repr(item) for place, item in items.items()}
-    facts = {place: fact for place, text in texts.items() for fact in described(place, text).values()}
+    facts = {place: fact for place, text in texts.items() for fact in facts_of(place, text).values()}
     raise error(f"{what} differs between processes: {_first_differences(facts, None, _ranks(None))}")
 
 

@@ -45,7 +45,7 @@ MAX_ELEMENTS = 1_000_000  # the largest tensor whose values are described
 SHOWN = 4  # the largest number of elements that are shown; more are given as a digest
 
 
-def described(name: str, value: Any, *, bound: bool = True) -> Facts:
+def facts_of(name: str, value: Any, *, bound: bool = True) -> Facts:
     """The facts of the parts of `value`, whose places start with `name`.
 
     bound: include the arguments that partials bind, which may differ by rank.
@@ -54,11 +54,11 @@ def described(name: str, value: Any, *, bound: bool = True) -> Facts:
 
 
 def structure(name: str, value: Any) -> Facts:
-    """As `described`, without values: tensors by dtype and number of dimensions."""
-    return {place: Fact(fact.kind) for place, fact in described(name, value).items()}
+    """As `facts_of`, without values: tensors by dtype and number of dimensions."""
+    return {place: Fact(fact.kind) for place, fact in facts_of(name, value).items()}
 
 
-def described_model(model: nn.Module) -> Mapping[str, Facts]:
+def facts_of_model(model: nn.Module) -> Mapping[str, Facts]:
     """Facts of a model's modules (class and mode), parameters and buffers, each in order."""
     first: dict[int, str] = {}
     parameters, buffers = {}, {}
@@ -77,27 +77,27 @@ def described_model(model: nn.Module) -> Mapping[str, Facts]:
     return {"modules": modules, "parameters": parameters, "buffers": buffers}
 
 
-def described_call(model: nn.Module, **arguments: Any) -> Mapping[str, Facts]:
-    facts = {place: fact for name, value in arguments.items() for place, fact in described(name, value).items()}
-    return {"arguments": facts, **described_model(model)}
+def facts_of_call(model: nn.Module, **arguments: Any) -> Mapping[str, Facts]:
+    facts = {place: fact for name, value in arguments.items() for place, fact in facts_of(name, value).items()}
+    return {"arguments": facts, **facts_of_model(model)}
 
 
-def described_optimizer(optim: Any) -> Facts:
+def facts_of_optimizer(optim: Any) -> Facts:
     """Facts of an optimizer's class and its groups' settings, which need not come from its arguments."""
-    facts = dict(described("the optimizer", type(optim)))
+    facts = dict(facts_of("the optimizer", type(optim)))
     for index, group in enumerate(getattr(optim, "param_groups", ())):
         # `fused` may differ by rank: it depends on the rank's parameters.
         settings = {name: value for name, value in group.items() if name not in ("params", "param_names", "fused")}
-        facts.update(described(f"the optimizer's group {index}", settings))
+        facts.update(facts_of(f"the optimizer's group {index}", settings))
     return facts
 
 
-def described_parameters(parameters: Iterable[torch.Tensor], whose: str) -> Facts:
+def facts_of_parameters(parameters: Iterable[torch.Tensor], whose: str) -> Facts:
     """Facts of parameters in their order: shape, dtype and requires_grad."""
     return {f"parameter {index} of {whose}": Fact(_trained(parameter)) for index, parameter in enumerate(parameters)}
 
 
-def described_dataset(dataset: Any) -> Facts:
+def facts_of_dataset(dataset: Any) -> Facts:
     """A dataset's class and length."""
     if dataset is None:
         return {"dataset": Fact("None")}
@@ -113,7 +113,7 @@ def digest(facts: Facts) -> str:
     return hashlib.sha256(repr(sorted(facts.items())).encode()).hexdigest()[:24]
 
 
-def both_ways(value: object) -> tuple[int, int]:
+def hash_pair(value: object) -> tuple[int, int]:
     """A hash of plain data, by its repr, and its negative: their maxima over ranks add to 0 if all hashes are equal."""
     number = int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=7).digest(), "big")
     return number, -number

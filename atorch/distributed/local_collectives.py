@@ -6,7 +6,7 @@ replace what others would have sent. They are finite and plausible, but wrong, s
 
 A fake world is a process group of torch's backend "fake": every collective completes at once. Fake tensors have shapes
 but no values, so a whole strategy can be applied and stepped for a cluster that does not exist. Real code fails on them
-in three ways, which `Pretending` handles:
+in three ways, which `FakeRun` handles:
 
 - It computes with numbers (an optimizer's step count, the sizes that DistributedDataParallel compares) and small
   integer tensors (positions, masks). These stay real: they cost little, and models read them.
@@ -156,7 +156,7 @@ def fake_world(size: int, rank: int = 0) -> Iterator[World]:
         forget_shardings()
 
 
-class Pretending(TorchDispatchMode):
+class FakeRun(TorchDispatchMode):
     """Runs code written for real tensors and groups on fake ones. Enter other modes inside it."""
 
     def __init__(self, until: float = math.inf) -> None:

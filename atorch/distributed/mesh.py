@@ -23,7 +23,7 @@ from atorch.cost.parallelism import AXES as AXES
 from atorch.cost.parallelism import AXIS_ALIASES
 from atorch.cost.parallelism import BATCH_AXES as BATCH_AXES
 from atorch.distributed import world
-from atorch.distributed.collectives import is_fake_world, own_rank, present_group, world_group
+from atorch.distributed.collectives import global_rank, is_fake_world, present_group, world_group
 from atorch.errors import StrategyError, near_miss, shown
 
 if TYPE_CHECKING:
@@ -53,6 +53,7 @@ def rank_table(
     if instances and 0 < size < world_size and world_size % size == 0:
         order = range(world_size) if rank_order is None else rank_order
         _check((*slices, ("", world_size // size)), world_size, rank_order)
+        # The tables number the ranks of one mesh from 0; `mesh[i]` is the job's rank.
         meshes = [order[start : start + size] for start in range(0, world_size, size)]
         tables = [rank_table(slices, size) for _ in meshes]
         return {
@@ -170,13 +171,13 @@ class Mesh:
 
     def rank(self, *names: str) -> int:
         """This process's index in its group along the axes, which is its rank in `group(*names)`."""
-        return self.ranks(*names).index(own_rank())
+        return self.ranks(*names).index(global_rank())
 
     def ranks(self, *names: str) -> list[int]:
         """The ranks of this process's group along the axes, ascending."""
-        if own_rank() >= self.num_ranks:
-            raise StrategyError(f"the mesh arranges {self.num_ranks} processes, but this one is rank {own_rank()}")
-        return own_group(own_rank(), self.slices, self.rank_order or range(self.num_ranks), names)
+        if global_rank() >= self.num_ranks:
+            raise StrategyError(f"the mesh arranges {self.num_ranks} processes, but this one is rank {global_rank()}")
+        return own_group(global_rank(), self.slices, self.rank_order or range(self.num_ranks), names)
 
     def group(self, *names: str) -> dist.ProcessGroup:
         """The process group along the axes. All ranks must request the same groups in the same order."""
@@ -202,13 +203,13 @@ class Mesh:
         if self.size(*key) == self.num_ranks:
             return present_group()
         if not key:  # local synchronization: else every rank would have to create the groups of all ranks
-            single = dist.new_group([own_rank()], timeout=self.timeout, use_local_synchronization=True)
+            single = dist.new_group([global_rank()], timeout=self.timeout, use_local_synchronization=True)
             assert isinstance(single, dist.ProcessGroup)
             return single
         member_group: dist.ProcessGroup | None = None
         for ranks in groups_along(self.slices, self.num_ranks, self.rank_order, key):
             group = dist.new_group(sorted(ranks), timeout=self.timeout)
-            member_group = group if own_rank() in ranks else member_group
+            member_group = group if global_rank() in ranks else member_group
         assert member_group is not None, "every rank is in one of the groups"
         if self.device_type == "cuda" and not is_fake_world():
             # A trial may fail on one rank. NCCL connects in the first collective, and nothing can wake a rank that

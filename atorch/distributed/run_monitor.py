@@ -29,7 +29,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from atorch.distributed.barrier_diagnostics import NoAnswerError, listed
+from atorch.distributed.barrier_diagnostics import MissingRanksError, listed
 from atorch.distributed.collectives import all_reduce_max, is_distributed, is_fake_world
 from atorch.errors import ArgumentError, shown
 from atorch.logs import OF_THIS_RANK, logger
@@ -130,7 +130,6 @@ class _Watchdog:
         self._thread.start()
 
     def step(self) -> None:
-        """Begin the next step."""
         now = time.monotonic()
         self._durations_s.append(now - self._began)
         self._began, self._num_steps, self._num_warnings = now, self._num_steps + 1, 0
@@ -141,7 +140,7 @@ class _Watchdog:
         """End, and let the others know how; of an error between processes, raise one that says where they were."""
         self._done.set()
         self._thread.join()
-        is_lost = isinstance(error, (dist.DistError, NoAnswerError)) or "gloo" in str(error)
+        is_lost = isinstance(error, (dist.DistError, MissingRanksError)) or "gloo" in str(error)
         what = "lost a connection" if is_lost else "left the loop" if kind is None else f"raised {kind.__name__}"
         message = f"{what} in step {self._num_steps + 1}"
         try:
@@ -152,7 +151,7 @@ class _Watchdog:
         except RuntimeError:
             message = f"{message}, and the process that holds the job's store has ended"
         if is_lost:
-            raise NoAnswerError(f"{message} ({str(error).splitlines()[0]})") from error
+            raise MissingRanksError(f"{message} ({str(error).splitlines()[0]})") from error
 
     def _run(self) -> None:
         try:

@@ -171,7 +171,7 @@ def _check_devices(device: torch.device) -> None:
     config = dist.get_backend_config()
     if "cpu:" not in config:
         raise ArgumentError(
-            f"init_process_group was given a backend for {config} alone, and processes decide together over hosts; "
+            f"init_process_group was given a backend for only {config}, and processes also communicate over hosts; "
             'leave the backend out, or give "cpu:gloo,cuda:nccl", or leave the whole call to atorch'
         )
     # A launcher may make one device visible to each process: then each sees fewer devices than there are processes.

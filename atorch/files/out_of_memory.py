@@ -136,7 +136,7 @@ def read_log(text: str) -> list[dict[str, Any]]:
     found = list({(item["rank"], item["kind"], item["text"]): item for item in reversed(found)}.values())[::-1]
     if all(item["time"] for item in found):
         found.sort(key=lambda item: item["time"])
-    return [item for item in found if item["kind"] != "signal"] + [item for item in found if item["kind"] == "signal"]
+    return sorted(found, key=lambda item: item["kind"] == "signal")  # signals last: they follow from another failure
 
 
 def _continued(lines: Sequence[str]) -> Iterator[str]:

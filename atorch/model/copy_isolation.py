@@ -36,7 +36,7 @@ class OwnMemory:
 
     Args:
         lazily: returns True for devices whose memory is shared until either side writes.
-        values: storages that hold the values of emptied ones, by their `_cdata`; see `emptied`.
+        values: storages that hold the values of released ones, by their `_cdata`; see `released`.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ def _on(storage: torch.UntypedStorage, tensor: Tensor) -> Tensor:
     return view.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
-def separate(tensors: Iterable[Tensor]) -> None:
+def make_writable(tensors: Iterable[Tensor]) -> None:
     """Make tensors whose own elements share memory, such as expanded ones, contiguous, so they can be written.
 
     A tensor that shares its storage with another of `tensors` stays as it is.
@@ -80,7 +80,7 @@ def separate(tensors: Iterable[Tensor]) -> None:
 
 
 @contextmanager
-def emptied(tensors: Iterable[Tensor]) -> Iterator[Mapping[int, torch.UntypedStorage]]:
+def released(tensors: Iterable[Tensor]) -> Iterator[Mapping[int, torch.UntypedStorage]]:
     """Release the memory of `tensors` inside; yields copies of it in host memory.
 
     Afterwards the values are restored for every tensor that views that memory. Memory that cannot be resized, such as

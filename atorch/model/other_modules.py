@@ -25,13 +25,15 @@ class OtherModules:
     def at_first(self) -> Iterator[None]:
         """Restore the first buffers, attributes and written parameters inside, and those of before afterwards."""
         before = ModuleState(self._modules)
-        for values in (*self._first, *self._written):
+        first: list[ModuleState | Writes] = [*self._first, *self._written]
+        for values in first:
             values.restore()
         try:
             yield
         finally:
-            for values in (before, *self._written):
-                values.restore()
+            before.restore()
+            for writes in self._written:
+                writes.restore()
 
     @contextmanager
     def at_first_watched(self) -> Iterator[None]:

@@ -37,7 +37,7 @@ def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
     only if there are none, so a model's encoder and decoder are not two blocks.
     """
     for parents in (_CONTAINERS, (nn.Module,)):
-        repeated = {written_class(block) for _, block in _outermost(model, "", parents, frozenset())}
+        repeated = {user_class(block) for _, block in _outermost(model, "", parents, frozenset())}
         if repeated:
             return dict(_outermost(model, "", parents, repeated))
     return {}
@@ -48,10 +48,10 @@ def _outermost(
 ) -> Iterator[tuple[str, nn.Module]]:
     """The outermost blocks below `module`: children of `parents` whose class is in `repeated` or that of a sibling."""
     children = list(module.named_children())
-    classes = Counter(written_class(child) for _, child in children if _is_composite(child))
+    classes = Counter(user_class(child) for _, child in children if _is_composite(child))
     for name, child in children:
         path = f"{prefix}{name}"
-        is_repeated = written_class(child) in repeated or classes[written_class(child)] > 1
+        is_repeated = user_class(child) in repeated or classes[user_class(child)] > 1
         is_block = isinstance(module, parents) and is_repeated and _is_composite(child)
         if is_block and next(child.parameters(), None) is not None:
             yield path, child
@@ -59,7 +59,7 @@ def _outermost(
             yield from _outermost(child, f"{path}.", parents, repeated)
 
 
-def written_class(module: nn.Module) -> type[nn.Module]:
+def user_class(module: nn.Module) -> type[nn.Module]:
     """The class of a module without the subclasses that overrides and FSDP2 give to some of its siblings."""
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     sharded: Any = () if fsdp is None else fsdp.FSDPModule

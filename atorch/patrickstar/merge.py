@@ -91,6 +91,7 @@ def own_part(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
     """
     held = {entry.name: entry for entry in held_tensors(model)}
     parts = {name: entry.logical() for name, entry in held.items()}
+    # `gathered` is collective, so all processes iterate over everything, and keep what they hold elements of.
     wholes = {
         alias: whole.cpu()
         for name, whole in gathered(parts)

@@ -66,7 +66,7 @@ class FP16Adam(WrappedOptimizer):
         """True if the last step was skipped because of non-finite gradients."""
         return isinstance(self.inner, ScaledOptimizer) and self.inner.step_was_skipped
 
-    def live_in(self, chunks: ChunkSet, tell: Callable[[str], None], backward: ScaledBackward) -> None:
+    def attach_chunks(self, chunks: ChunkSet, tell: Callable[[str], None], backward: ScaledBackward) -> None:
         """Switch to parameters in chunks, and transfer a loaded state; `tell` receives the names of phases.
 
         `backward` watches the passes that produce gradients.

@@ -65,7 +65,7 @@ class ChunkEvent(NamedTuple):
     num_bytes: int
 
 
-class Stay(NamedTuple):
+class TierInterval(NamedTuple):
     """A chunk on a tier, from start to end in seconds."""
 
     chunk: int
@@ -150,7 +150,7 @@ class Profile(BaseModel):
     def kinds(self) -> set[str]:
         return {event.kind for event in self.chunks}
 
-    def stays(self, kind: str) -> Iterator[Stay]:
+    def stays(self, kind: str) -> Iterator[TierInterval]:
         """The stays of a kind's chunks: on the device while it has a copy, else on the host while it has one."""
         held: dict[int, dict[MemoryTier, int]] = defaultdict(dict)
         since: dict[int, tuple[MemoryTier, float]] = {}
@@ -162,12 +162,12 @@ class Profile(BaseModel):
             tier, start = since.get(event.chunk, (None, 0.0))
             if current != tier:
                 if tier is not None and event.time_s > start:
-                    yield Stay(event.chunk, start, event.time_s, tier)
+                    yield TierInterval(event.chunk, start, event.time_s, tier)
                 since.pop(event.chunk, None)
                 if current is not None:
                     since[event.chunk] = current, event.time_s
         for chunk, (tier, start) in since.items():
-            yield Stay(chunk, start, self.end_s, tier)
+            yield TierInterval(chunk, start, self.end_s, tier)
 
 
 def _nearest(held: dict[MemoryTier, int]) -> MemoryTier | None:

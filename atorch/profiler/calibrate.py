@@ -1,6 +1,6 @@
 """Measures the current machine and describes it as a cluster.
 
-Time is modelled as a start-up and a rate, seconds = start-up + work / rate (Hockney and Jesshope 1981), for products,
+Time is modelled as a start-up and a rate, seconds = start-up + work / rate (Hockney and Jesshope 1981), for matmuls,
 copies and collectives alike. The line is fitted to relative errors, so small sizes count as much as large ones. A
 device with a cluster file keeps the peaks of its data sheet, and measurements become the reached shares of them. For
 any other device the measured rates are the peaks.
@@ -32,7 +32,7 @@ from atorch.distributed.collectives import from_rank_zero, gather_objects, is_di
 from atorch.distributed.world import World
 
 BUDGET_S = 30.0
-_ATTENTION_FLOPS = 3.5  # of both passes over forward: five products in backward, two in forward (Dao et al. 2022)
+_ATTENTION_FLOPS = 3.5  # of both passes over forward: five matmuls in backward, two in forward (Dao et al. 2022)
 
 FigureName = TypeVar("FigureName")
 Notes = dict[str, str]  # the place of a figure in a cluster file → how it was measured
@@ -64,7 +64,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Products:
-    """Rates of matrix products by dtype, and the FLOPs that reach half of the rate, as in `Efficiency`."""
+    """Rates of matmuls by dtype, and the FLOPs that reach half of the rate, as in `Efficiency`."""
 
     rates: Mapping[str, float]
     half_flops: float  # of the fastest dtype, used for training; equal start-ups make those of other dtypes smaller
@@ -72,7 +72,7 @@ class Products:
 
     @classmethod
     def through(cls, measured: Mapping[str, Mapping[tuple[int, int, int], float]]) -> Products:
-        """Fit the seconds of each dtype's products (m, k, n)."""
+        """Fit the seconds of each dtype's matmuls (m, k, n)."""
         lines = {
             dtype: Line.through([(1.0, 2.0 * m * k * n, seconds) for (m, k, n), seconds in timed.items()])
             for dtype, timed in measured.items()
@@ -140,7 +140,8 @@ def _assumptions(world: World) -> Notes:
 def _slowest(measured: Mapping[FigureName, float]) -> dict[FigureName, float]:
     """The maximum over processes of every timing that all have: a step waits for the slowest process."""
     by_rank = gather_objects(dict(measured))
-    return {name: max(times[name] for times in by_rank) for name in measured if all(name in times for times in by_rank)}
+    common = [name for name in measured if all(name in times for times in by_rank)]
+    return {name: max(times[name] for times in by_rank) for name in common}
 
 
 def _device(device: DeviceSpec, is_known: bool, place: torch.device, budget_s: float) -> tuple[DeviceSpec, Notes]:

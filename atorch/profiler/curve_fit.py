@@ -101,6 +101,7 @@ def _posterior_covariance(runs: Sequence[TimedRun], factors: Mapping[str, float]
     noise = max(OWN, float(np.sqrt(np.mean(np.square(errors)))))
     weights = np.asarray(shares)
     observed = weights @ prior @ weights.T + noise**2 * np.eye(len(runs))
+    # A linear Gaussian model: what the runs say about sums of errors shrinks the covariance of the single errors.
     posterior = prior - prior @ weights.T @ np.linalg.solve(observed, weights @ prior)
     return {
         kind: {other: float(value) for other, value in zip(KINDS, row, strict=True)}

@@ -1,10 +1,10 @@
-"""Derives the products of a block that tensor parallelism can split from the data flow. Imports no torch.
+"""Derives the matmuls of a block that tensor parallelism can split from the data flow. Imports no torch.
 
-A block's stream enters it and feeds its products: tokens with all their features. A product of the stream can be split
-by columns. Values computed from it by element or by head stay split. A product split by rows sums to whole tokens again
+A block's stream enters it and feeds its matmuls: tokens with all their features. A matmul of the stream can be split
+by columns. Values computed from it by element or by head stay split. A matmul split by rows sums to whole tokens again
 (Shoeybi et al. 2019, arXiv 1909.08053, section 3). If split values meet the stream earlier, are reduced over all
-features, or leave the block, the products that made them must stay whole. The analysis starts with all products
-splittable, and repeats until no more products become whole. Names play no part.
+features, or leave the block, the matmuls that made them must stay whole. The analysis starts with all matmuls
+splittable, and repeats until no more matmuls become whole. Names play no part.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SplitKind = Literal["columns", "rows", "none"]
 StorageId = int  # a tensor's storage, by identity
 
 SplitState = frozenset[int] | None
-"""State of a value: None for constants; else the products whose split it has, an empty set for the stream."""
+"""State of a value: None for constants; else the matmuls whose split it has, an empty set for the stream."""
 _STREAM: frozenset[int] = frozenset()
 _BOTTLENECK = 8  # times an adapter's inner width is at most its output width
 
@@ -32,7 +32,7 @@ class OpNode:
     reads: tuple[StorageId, ...]
     writes: Collection[StorageId]
     is_float: bool = True
-    # Of a product: its activations, total rows, and the other two sizes.
+    # Of a matmul: its activations, total rows, and the other two sizes.
     data: StorageId = 0
     rows: float = 0.0
     inner: int = 0
@@ -57,7 +57,7 @@ class SplitAnalysis:
     dispatched: set[StorageId] = field(default_factory=set)  # tokens dispatched to experts
     inside: set[int] = field(default_factory=set)  # nodes whose results are split
     inside_values: set[StorageId] = field(default_factory=set)
-    attention: int | None = None  # the first attention, and the products that make its queries and keys
+    attention: int | None = None  # the first attention, and the matmuls that make its queries and keys
     queries: tuple[int, ...] = ()
     keys: tuple[int, ...] = ()
 
@@ -70,8 +70,8 @@ def derive(
     Args:
         activations: candidates for streams: values computed from weights, or float inputs; not masks and tables.
         leaving: values that are used after the block.
-        vocabulary: rows of the embedding; a product with as many columns whose results stay in the part is a head,
-            which is split without another product after it.
+        vocabulary: rows of the embedding; a matmul with as many columns whose results stay in the part is a head,
+            which is split without another matmul after it.
     """
     flow = _Flow(nodes, activations)
     while flow.follow(leaving):
@@ -83,14 +83,14 @@ class _Flow:
     def __init__(self, nodes: Sequence[OpNode], activations: AbstractSet[StorageId]) -> None:
         self.nodes = nodes
         self.streams = _streams(nodes, activations)
-        self.whole: set[int] = set()  # products that must not be split
+        self.whole: set[int] = set()  # matmuls that must not be split
         self.states: dict[StorageId, SplitState] = {}
         self.results: list[SplitState] = []
-        self.inputs: dict[int, frozenset[int]] = {}  # product split by rows → the column-split products that feed it
-        self.sums: dict[StorageId, int] = {}  # value → the row-split product that it is a (scaled) result of
+        self.inputs: dict[int, frozenset[int]] = {}  # matmul split by rows → the column-split matmuls that feed it
+        self.sums: dict[StorageId, int] = {}  # value → the row-split matmul that it is a (scaled) result of
 
     def follow(self, leaving: Iterable[StorageId]) -> bool:
-        """Pass over the nodes once; returns True if more products became whole."""
+        """Pass over the nodes once; returns True if more matmuls became whole."""
         num_whole = len(self.whole)
         self.states, self.results, self.inputs, self.sums = {}, [], {}, {}
         for place, node in enumerate(self.nodes):
@@ -105,7 +105,7 @@ class _Flow:
         return len(self.whole) > num_whole
 
     def _state(self, value: StorageId) -> SplitState:
-        """The state of a value on read, without products that must be whole."""
+        """The state of a value on read, without matmuls that must be whole."""
         state = self.states.get(value, _STREAM if value in self.streams else None)
         return state - self.whole if state else state
 
@@ -151,10 +151,10 @@ class _Flow:
             self.sums[value] = sums.pop()
 
     def _meet(self, node: OpNode, split: frozenset[int]) -> SplitState:
-        """Handle split values that meet the stream: the products that made them become whole.
+        """Handle split values that meet the stream: the matmuls that made them become whole.
 
         Exception: if the stream is an adapter's result (Hu et al. 2021, arXiv 2106.09685, section 4.1), the adapter's
-        narrow first product becomes whole instead, so its second can be split like the adapted product.
+        narrow first matmul becomes whole instead, so its second can be split like the adapted matmul.
         """
         if node.kind == "sum":
             for read in node.reads:
@@ -202,7 +202,7 @@ class _Flow:
                 return
 
     def _find_experts(self, analysis: SplitAnalysis) -> None:
-        """Find products of tokens selected by a choice that depends on other products' results, such as a router's."""
+        """Find matmuls of tokens selected by a choice that depends on other matmuls' results, such as a router's."""
         chosen: set[StorageId] = set()
         routed: set[StorageId] = set()
         for place, node in enumerate(self.nodes):
@@ -222,7 +222,7 @@ class _Flow:
 
 
 def _streams(nodes: Sequence[OpNode], activations: AbstractSet[StorageId]) -> set[StorageId]:
-    """Activations from outside that feed a product directly, not through another product or attention.
+    """Activations from outside that feed a matmul directly, not through another matmul or attention.
 
     Embeddings that are looked up inside count as well, but not biases of a token's expert.
     """

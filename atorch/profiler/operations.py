@@ -1,7 +1,7 @@
-"""Classifies aten operations for the planner: products with a weight, attention, and a few other kinds.
+"""Classifies aten operations for the planner: matmuls with a weight, attention, and a few other kinds.
 
-Operations are recorded below autograd, where `nn.Linear`, `einsum`, `Conv1D` and `@` are a few kinds of products.
-Scaled dot-product attention is one fused operation or products of activations (torch's own FLOP counter misses the CPU
+Operations are recorded below autograd, where `nn.Linear`, `einsum`, `Conv1D` and `@` are a few kinds of matmuls.
+Scaled dot-product attention is one fused operation or matmuls of activations (torch's own FLOP counter misses the CPU
 kernel). FLOPs count a multiply-add as two.
 """
 
@@ -27,7 +27,7 @@ _FUSED_ATTENTION = frozenset(
         _aten._scaled_dot_product_fused_attention_overrideable,
     )
 )
-_PLACES: Mapping[Any, tuple[int, int]] = {  # positions of a product's two matrices
+_PLACES: Mapping[Any, tuple[int, int]] = {  # positions of a matmul's two matrices
     **dict.fromkeys((_aten.mm, _aten.bmm, _aten.mv, _aten._grouped_mm), (0, 1)),
     **dict.fromkeys((_aten.addmm, _aten._addmm_activation, _aten.baddbmm, _aten.addmv), (1, 2)),
 }
@@ -50,7 +50,7 @@ _KINDS: Mapping[Any, OpKind] = {
 
 @dataclass(frozen=True, slots=True)
 class MatmulOp:
-    """`count` products `(rows, inner) @ (inner, columns)` of activations `data` with `weight`."""
+    """`count` matmuls `(rows, inner) @ (inner, columns)` of activations `data` with `weight`."""
 
     rows: float
     inner: int
@@ -65,7 +65,7 @@ class MatmulOp:
 
 @dataclass(frozen=True, slots=True)
 class AttentionOp:
-    """Products of activations: fused attention, its scores, or its weighted values."""
+    """Matmuls of activations: fused attention, its scores, or its weighted values."""
 
     flops: float
     query: torch.Tensor
@@ -78,7 +78,7 @@ class AttentionOp:
 
 
 def kind_of(packet: Any) -> OpKind:
-    """The kind of an operation that is neither product nor attention."""
+    """The kind of an operation that is neither matmul nor attention."""
     return _KINDS.get(packet, "other")
 
 

@@ -43,9 +43,9 @@ class Operation(OpNode):
     """A node of the data flow, with its traffic and FLOPs."""
 
     is_launched: bool = True  # False for pure allocations
-    moved_bytes: int = 0  # of operations other than products and attention
+    moved_bytes: int = 0  # of operations other than matmuls and attention
     working_bytes: int = 0  # of its inputs and results, as large as their gradients
-    # Of a product with a weight.
+    # Of a matmul with a weight.
     count: int = 1
     data_bytes: int = 0
     weight: tuple[int, ...] = ()  # parameters by number

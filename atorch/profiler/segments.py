@@ -198,7 +198,7 @@ class _Assembly:
         return _Figures(segment, (split | biases | frozenset(stretch.tables)) - of_experts, of_experts)
 
     def _matmuls(self, operations: Sequence[Operation], layout: SplitAnalysis) -> tuple[Matmul, ...]:
-        """Products grouped by shape; those of experts have their mean number of rows."""
+        """Matmuls grouped by shape; those of experts have their mean number of rows."""
         rows: dict[Matmul, list[float]] = {}
         for place, split in layout.splits.items():
             operation, of_experts = operations[place], place in layout.of_experts
@@ -235,7 +235,7 @@ def _region(stretch: Stretch, layout: SplitAnalysis, *, is_inside: bool) -> Regi
 
 
 def _attention(operations: Sequence[Operation]) -> dict[str, Any]:
-    """A segment's fields about attention; the first product sums over a head's features."""
+    """A segment's fields about attention; the first matmul sums over a head's features."""
     attentions = [operation for operation in operations if operation.flops and operation.kind != "kernel"]
     fused = [operation for operation in attentions if operation.num_heads]
     return {
@@ -246,7 +246,7 @@ def _attention(operations: Sequence[Operation]) -> dict[str, Any]:
 
 
 def _dispatched_bytes(operations: Sequence[Operation], layout: SplitAnalysis) -> float:
-    """Bytes of tokens dispatched to experts, each product's input once."""
+    """Bytes of tokens dispatched to experts, each matmul's input once."""
     sizes = {operations[place].data: operations[place].data_bytes for place in layout.of_experts}
     return float(sum(size for value, size in sizes.items() if value in layout.dispatched))
 
@@ -254,7 +254,7 @@ def _dispatched_bytes(operations: Sequence[Operation], layout: SplitAnalysis) ->
 def _heads(operations: Sequence[Operation], layout: SplitAnalysis, samples: int) -> tuple[int, int]:
     """The numbers of query heads and of key heads before repetition.
 
-    They follow from the columns of the products that made queries and keys; one product that made both made the values
+    They follow from the columns of the matmuls that made queries and keys; one matmul that made both made the values
     as well.
     """
     if layout.attention is None:

@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from atorch.logs import muted
 from atorch.model.pytree import map_tensors, tensors_in
 from atorch.model.structure import made_alone, outside_of
-from atorch.profiler.recording import Recorder
+from atorch.profiler.recording import Recorder, Stretch
 
 TIMES = (1, 2, 3)
 CHECK = 5
@@ -96,14 +96,13 @@ def _get(slot: tuple[Any, Any]) -> float:
 
 def _is_alike(recorders: Sequence[Recorder]) -> bool:
     """True if the same operations ran, on equal numbers of values."""
-    first, *others = (
-        [
-            (run.block, len(run.saved), len(run.inputs), len(run.read), [call.kind for call in run.operations])
-            for run in recorder.stretches
-        ]
-        for recorder in recorders
-    )
+    first, *others = (list(map(_outline, recorder.stretches)) for recorder in recorders)
     return all(other == first for other in others)
+
+
+def _outline(run: Stretch) -> tuple[Any, ...]:
+    """The parts of a stretch that do not depend on the number of tokens."""
+    return run.block, len(run.saved), len(run.inputs), len(run.read), [call.kind for call in run.operations]
 
 
 def watch_outside(recorder: Recorder, model: nn.Module, blocks: Mapping[str, nn.Module]) -> None:

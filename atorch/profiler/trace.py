@@ -4,7 +4,7 @@ A model in fp32 is also traced under `half` and autocast, since a pass in fp32 d
 
 The model itself is never run or changed. Its structure is copied with fake tensors, so a model on the meta device costs
 no memory and a real one no time. Of structurally equal blocks one is copied and run. `recording` records operations,
-`dataflow` derives the products that tensor parallelism can split, `segments` sums up. A model whose control flow
+`dataflow` derives the matmuls that tensor parallelism can split, `segments` sums up. A model whose control flow
 depends on values cannot run on fake tensors; a copy-on-write copy of it then runs for real.
 """
 

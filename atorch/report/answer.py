@@ -40,7 +40,7 @@ from atorch.report.figures import (
     usable_bytes,
     varied,
 )
-from atorch.report.text import Sized, named, one_line, table
+from atorch.report.text import WidthAware, named, one_line, table
 from atorch.report.training import compared, of_search
 from atorch.units import format_bytes, format_seconds, plural
 
@@ -121,7 +121,7 @@ def _spent(plan: PlanData) -> RenderableType:
             grid.add_row(*shown)
         return grid
 
-    return Sized(drawn)
+    return WidthAware(drawn)
 
 
 def _shares(title: str, values: Mapping[str, float], whole: float, form: Any, width: int) -> RenderableType:
@@ -225,7 +225,7 @@ def clusters_report(answers: Answers, title: str = "") -> RenderableType:
         parts = (_columns(answers[start : start + number], fastest) for start in range(0, len(answers), number))
         return Group(one_line(title), *parts, *notes)
 
-    return Sized(drawn)
+    return WidthAware(drawn)
 
 
 def _columns(answers: Answers, fastest: float) -> RenderableType:

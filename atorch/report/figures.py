@@ -16,7 +16,7 @@ CATEGORIES: Mapping[str, str] = {
     "masters": "fp32 copies of 16-bit parameters",
     "transient": "gathered parameters, whole gradients, what the optimizer's step needs",
     "working": "what one operation needs in addition to what is saved",
-    "matmul": "products and attention",
+    "matmul": "matmuls and attention",
     "traffic": "operations that only move bytes, such as norms",
     "launch": "waiting for operations to be launched",
     "bubble": "stages of a pipeline waiting",
@@ -26,7 +26,7 @@ CATEGORIES: Mapping[str, str] = {
 """Meanings of categories of memory and time, without self-explanatory ones such as gradients."""
 
 WORK: Mapping[str, str] = {
-    "products": "matrix products",
+    "products": "matmuls",
     "attention": "attention",
     "traffic": "memory traffic",
     "launches": "launches",
@@ -210,7 +210,7 @@ def _paces(estimate: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 def _on_host(plan: PlanData) -> str:
     held = plan["estimate"].get("on_host_bytes")
     if not held:
-        return "nothing waits in its memory"
+        return "no host memory is needed"
     devices = plan.get("cluster", {}).get("devices_per_node", 1)
     node = f", {format_bytes(devices * held)} on a node" if devices > 1 else ""
     return f"{format_bytes(held)} of its memory for each device{node}"
@@ -270,7 +270,6 @@ def step_of(rejected: Mapping[str, Any]) -> float:
 
 
 def counterfactual(entry: Mapping[str, Any]) -> str:
-    """One counterfactual in a sentence."""
     if entry["ratio"] is None:
         return f"{entry['change']} {entry['reason']}"
     return f"{entry['change']} would be {_compared(entry['ratio'])}: {entry['reason']}"

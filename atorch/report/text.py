@@ -29,7 +29,7 @@ NARROW = 64  # columns below which the rows of a table become lines
 
 
 @dataclass(frozen=True)
-class Sized:
+class WidthAware:
     """A renderable that is made for the width that it gets."""
 
     made: Callable[[int], RenderableType]
@@ -53,14 +53,14 @@ def one_line(text: str) -> Text:
     return Text(text, style="dim", no_wrap=True, overflow="ellipsis")
 
 
-def table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> Sized:
+def table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> WidthAware:
     """A table whose long cells fold; a heading that begins with ">" marks a column of figures, which do not fold."""
     listed = list(rows)
 
     def made(width: int) -> RenderableType:
         return _lines(title, head, listed) if width < NARROW else _drawn(title, head, listed)
 
-    return Sized(made)
+    return WidthAware(made)
 
 
 def _drawn(title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> RenderableType:
@@ -203,7 +203,7 @@ AGAIN_S = 10.0  # between lines about work that continues, where there is no ter
 
 
 @contextmanager
-def telling(what: str, after_s: float = MOMENT_S) -> Iterator[None]:
+def status_line(what: str, after_s: float = MOMENT_S) -> Iterator[None]:
     """Report on standard error what is being done, and for how long, if it takes more than a moment.
 
     On a terminal, a line changes and disappears in the end; elsewhere, a line is added every ten seconds.

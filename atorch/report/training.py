@@ -13,10 +13,8 @@ MILLION = 1e6
 
 def saved(written: float) -> str:
     """The host memory that a save in the background takes."""
-    return (
-        f"{format_bytes(written)} a process; in the background, this host memory for about "
-        f"{format_seconds(written * BACKGROUND_S)}"
-    )
+    took = format_seconds(written * BACKGROUND_S)
+    return f"{format_bytes(written)} per process; in the background, as much host memory for about {took}"
 
 
 def of_run(plan: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from atorch.errors import ArgumentError, check_bools, near_miss, shown
-from atorch.logs import say_once
+from atorch.logs import log_once
 from atorch.model.wrapper import lift_forward, override_forward
 from atorch.runtime.memory.recompute import chained, disable_checkpointing, recomputed
 from atorch.runtime.pipeline.stage import STAGE
@@ -65,7 +65,7 @@ def place_of(module: nn.Module) -> PartitionMap | None:
             f"a {name} is to be checkpointed, and its modules are on partitions {numbers}; checkpoint modules that "
             "lie on one each, or put all of it into one smp.partition"
         )
-    say_once(f"a {name} is not checkpointed: the partition has split it over {numbers}")
+    log_once(f"a {name} is not checkpointed: the partition has split it over {numbers}")
     return PartitionMap(-1, False)
 
 

@@ -23,7 +23,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from atorch.distributed.collectives import all_or_none
 from atorch.errors import ArgumentError, StrategyError, shown
-from atorch.logs import say_once
+from atorch.logs import log_once
 from atorch.model.pytree import local_part
 from atorch.runtime.data_parallel.zero1 import ShardedOptimizer
 from atorch.runtime.fsdp.sharded_access import step_as_ordinary
@@ -78,14 +78,14 @@ def stepping(
 
 def _set_spread(optimizer: Optimizer, spread: Spread) -> None:
     """Give the innermost optimizer, which may step masters, the spread of the model over processes."""
-    stand_ins: dict[Tensor, Tensor] = {}
+    shadows: dict[Tensor, Tensor] = {}
     while isinstance(optimizer, WrappedOptimizer):
         if isinstance(optimizer, MasterWeights):
-            stand_ins = optimizer.stand_ins
+            shadows = optimizer.shadows
         optimizer = optimizer.inner
     if isinstance(optimizer, Fused):
-        parts = {stand_ins.get(parameter, parameter): key for parameter, key in spread.parts.items()}
-        elsewhere = {stand_ins.get(parameter, parameter) for parameter in spread.counted_elsewhere}
+        parts = {shadows.get(parameter, parameter): key for parameter, key in spread.parts.items()}
+        elsewhere = {shadows.get(parameter, parameter) for parameter in spread.counted_elsewhere}
         optimizer.spread = Spread(spread.over, parts, elsewhere)
 
 
@@ -239,13 +239,13 @@ class Fused(Optimizer):
         device, dtype = bucket.kind
         kernel = None
         if device != "cuda":
-            say_once(f"{name} steps by torch's operations on {device}; apex's kernel is for CUDA")
+            log_once(f"{name} steps by torch's operations on {device}; apex's kernel is for CUDA")
         elif dtype not in (torch.float32, torch.float16):
-            say_once(f"{name} steps {dtype} parameters by torch's operations; apex's kernel has none")
+            log_once(f"{name} steps {dtype} parameters by torch's operations; apex's kernel has none")
         elif any(self.spread.groups_of(parameter) for parameter in bucket.whose):
-            say_once(f"{name} steps by torch's operations where processes share parameters")
+            log_once(f"{name} steps by torch's operations where processes share parameters")
         elif (kernel := _apex(self._kernel)) is None:
-            say_once(
+            log_once(
                 f"{name} steps by torch's operations, which is right and slower than apex's kernel. "
                 "apex is not installed, or without its CUDA extensions (build NVIDIA's from its repository)",
                 logging.WARNING,

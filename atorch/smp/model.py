@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from atorch.errors import ArgumentError, check_bools, shown
-from atorch.logs import logger, speaking
+from atorch.logs import logger, verbose_logging
 from atorch.runtime.data_parallel.buckets import gathered
 from atorch.runtime.optimizer.held_tensors import held_tensors
 from atorch.runtime.pipeline.stage import STAGE
@@ -30,9 +30,9 @@ from atorch.smp.tensor.split import TensorSplit
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from atorch.smp.partitioning import Division
+    from atorch.smp.partitioning import PartitionChoice
     from atorch.smp.steps.averaging import CommHook
-    from atorch.smp.steps.micro_batch_run import Body
+    from atorch.smp.steps.micro_batch_run import MicroBatchRun
     from atorch.smp.steps.runner import Runner
 
 
@@ -80,16 +80,16 @@ class DistributedModel(LocalParts):
             "smp.DistributedModel",
         )  # fmt: skip
         if trace_device == "gpu" and not torch.cuda.is_available():
-            with speaking(True):
+            with verbose_logging(True):
                 logger.info('trace_device is "gpu", and there is none here: the model is traced on the CPU')
         self.module = module
-        self.division: Division | None = None
+        self.division: PartitionChoice | None = None
         """The modules on each partition; None before partitioning."""
         self.split = TensorSplit()
         """The parameters that are split over tensor ranks."""
         self._runner: tuple[Runner, ...] = ()  # in a tuple, so that its parts are not found twice
         self._others: tuple[nn.Module, ...] = ()
-        self._body: Body | None = None
+        self._body: MicroBatchRun | None = None
         self.joins = False
         """True inside `join`: replicas may run different numbers of steps."""
         self.divides_by_all = True
@@ -134,7 +134,7 @@ class DistributedModel(LocalParts):
         self._body.backward(tensors, grad_tensors)
 
     @contextmanager
-    def serving(self, body: Body) -> Iterator[None]:
+    def serving(self, body: MicroBatchRun) -> Iterator[None]:
         """Route calls of the model to `body` inside the context."""
         before, self._body = self._body, body
         try:
@@ -155,12 +155,12 @@ class DistributedModel(LocalParts):
         """The wrapped module; once partitioned, the first of the local parts, with the same names."""
         return self.module
 
-    def become(self, runner: Runner, division: Division, split: TensorSplit) -> None:
+    def set_partitioned(self, runner: Runner, division: PartitionChoice, split: TensorSplit) -> None:
         """Take over the parts of `runner` after partitioning and the split over tensor ranks."""
         self._runner, self.division, self.split = (runner,), division, split
         self.module, self._others = runner.parts[0], runner.parts[1:]
 
-    def settle(self) -> None:
+    def run_pending(self) -> None:
         """Run the deferred loads, then the hooks, after partitioning."""
         for load in self._waiting:
             load()

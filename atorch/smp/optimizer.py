@@ -315,7 +315,6 @@ class DistributedOptimizer(WrappedOptimizer):
         write_states(self.local(), held_tensors(self._model.placed()), {**named, "param_groups": groups})
 
     def load_local(self, state: OptimizerState) -> None:
-        """Load a state of the local parameters, by number."""
         self.inner.load_state_dict(state)
         self._share()
         self.optimizer.param_groups = self.param_groups  # a scheduler may hold it

@@ -84,7 +84,7 @@ def _check_index(index: Any, call: str) -> None:
 
 
 @dataclass(frozen=True)
-class Division:
+class PartitionChoice:
     partition_of: Mapping[str, int]
     """The partition of each unit, by the unit's name."""
     starts: tuple[int, ...]
@@ -140,7 +140,7 @@ def _places_by_hand(module: nn.Module, default: int) -> set[int]:
     return {vars(inner).get(MARK, default) for inner in module.modules() if inner._parameters}
 
 
-def divided_by_hand(route: Route, units: Mapping[str, nn.Module], count: int, default: int) -> Division:
+def divided_by_hand(route: Route, units: Mapping[str, nn.Module], count: int, default: int) -> PartitionChoice:
     """The division by the contexts of `partition`.
 
     Raises:
@@ -180,7 +180,7 @@ def _children(module: nn.Module, prefix: str) -> dict[str, nn.Module]:
 def divided_by_cost(
     route: Route, units: Mapping[str, nn.Module], model: nn.Module, call: StepArguments, device: DeviceSpec,
     config: Config, options: ModelOptions,
-) -> Division:  # fmt: skip
+) -> PartitionChoice:  # fmt: skip
     """The division that minimizes the cost of the most expensive partition.
 
     Args:
@@ -282,7 +282,7 @@ def _measured(units: Mapping[str, nn.Module], model: nn.Module, call: StepArgume
 
 def _division(
     route: Route, placed: Mapping[str, int], count: int, figures: Mapping[str, tuple[float, float]]
-) -> Division:
+) -> PartitionChoice:
     by_call = [placed[call.unit] for call in route.calls]
     missing = sorted(set(range(count)) - set(by_call))
     if missing:
@@ -291,4 +291,4 @@ def _division(
             f"smp.partition({missing[0]}), or make pipeline_parallel_degree smaller"
         )
     starts = [at for at, place in enumerate(by_call) if at == 0 or place != by_call[at - 1]]
-    return Division(placed, tuple(starts), tuple(by_call[at] for at in starts), figures)
+    return PartitionChoice(placed, tuple(starts), tuple(by_call[at] for at in starts), figures)

@@ -28,9 +28,9 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from atorch.distributed import world
-from atorch.distributed.barrier_diagnostics import NoAnswerError, listed
-from atorch.distributed.collectives import call_on_all_ranks, from_rank_zero, is_distributed, own_rank, warn_after
-from atorch.distributed.fingerprints import described
+from atorch.distributed.barrier_diagnostics import MissingRanksError, listed
+from atorch.distributed.collectives import call_on_all_ranks, from_rank_zero, global_rank, is_distributed, warn_after
+from atorch.distributed.fingerprints import facts_of
 from atorch.distributed.mesh import Mesh
 from atorch.distributed.world import World
 from atorch.errors import ArgumentError
@@ -82,7 +82,7 @@ class Messages:
                     for work, _ in message.transfers:
                         work.wait()
             except RuntimeError as error:
-                raise NoAnswerError(f"{self._told(messages)} ({_first_line(error)})") from error
+                raise MissingRanksError(f"{self._told(messages)} ({_first_line(error)})") from error
 
     def receive(self, source: int) -> Any:
         """Receive the next object from the rank `source`.
@@ -91,20 +91,20 @@ class Messages:
             ArgumentError: it sent none before the group's time-out, or ended; or it is this process, which has sent
                 itself nothing.
         """
-        if source == own_rank():
+        if source == global_rank():
             if not self._own:
                 raise ArgumentError("this process has sent itself no object that it could receive; send it first")
             return self._own.popleft()
         size = torch.zeros(1, dtype=torch.int64)
-        waiting = f"rank {own_rank()} waits for an object from rank {source}, which has sent none"
+        waiting = f"rank {global_rank()} waits for an object from rank {source}, which has sent none"
         with warn_after(lambda: f"{waiting}; call smp.send or smp.broadcast there"):
             try:
                 dist.recv(size, source, tag=TAG)
                 content = torch.zeros(int(size), dtype=torch.uint8)
                 dist.recv(content, source, tag=TAG)
             except RuntimeError as error:
-                raise NoAnswerError(f"{waiting}, or has ended ({_first_line(error)})") from error
-        _store().add(f"{self._place}/{source}/{own_rank()}", 1)
+                raise MissingRanksError(f"{waiting}, or has ended ({_first_line(error)})") from error
+        _store().add(f"{self._place}/{source}/{global_rank()}", 1)
         return dist.distributed_c10d._tensor_to_object(content, int(size), dist.group.WORLD)
 
     def deliver(self, patience: timedelta) -> None:
@@ -122,12 +122,12 @@ class Messages:
     def untaken(self, messages: Sequence[Message]) -> list[Message]:
         """The messages that have not been received."""
         dests = {message.dest for message in messages}
-        num_taken = {dest: _store().add(f"{self._place}/{own_rank()}/{dest}", 0) for dest in dests}
+        num_taken = {dest: _store().add(f"{self._place}/{global_rank()}/{dest}", 0) for dest in dests}
         return [message for message in messages if message.number > num_taken[message.dest]]
 
     def _begin(self, obj: Any, dests: Sequence[int]) -> list[Message]:
         copied = on_host(obj)
-        others = [rank for rank in dests if rank != own_rank()]
+        others = [rank for rank in dests if rank != global_rank()]
         self._own.extend([copied] * (len(dests) - len(others)))
         if not others:
             return []
@@ -142,7 +142,7 @@ class Messages:
     def _told(self, messages: Sequence[Message]) -> str:
         ranks = sorted({message.dest for message in self.untaken(messages)})
         some = f"rank{'s' * (len(ranks) > 1)} {listed(ranks)}"
-        return f"rank {own_rank()} has sent an object that {some} did not take; call smp.recv_from there"
+        return f"rank {global_rank()} has sent an object that {some} did not take; call smp.recv_from there"
 
 
 def _store() -> Any:
@@ -218,7 +218,7 @@ def init(config: Config | Mapping[str, Any] | str | os.PathLike[str] | None = No
         return parsed, Mesh(slices(parsed, here.size), None, here.device.type, here.timeout)
 
     chosen, mesh = call_on_all_ranks(
-        "smp.init", dict, read, lambda made: {"config": described("config", made[0].model_dump())}
+        "smp.init", dict, read, lambda made: {"config": facts_of("config", made[0].model_dump())}
     )
     session = Session(chosen, mesh, here, name=from_rank_zero(secrets.token_hex(8)))
     for axes in AXES_OF.values():  # a collective: all processes create them in one order

@@ -18,9 +18,9 @@ from torch import nn
 from atorch.cluster.spec import ClusterSpec
 from atorch.distributed import world
 from atorch.distributed.collectives import all_or_none, call_on_all_ranks, from_rank_zero
-from atorch.distributed.fingerprints import Fact, Facts, described_call, described_optimizer
+from atorch.distributed.fingerprints import Fact, Facts, facts_of_call, facts_of_optimizer
 from atorch.errors import ArgumentError, AtorchError, check_bools, shown
-from atorch.logs import logger, speaking
+from atorch.logs import logger, verbose_logging
 from atorch.model.copy import duplicate
 from atorch.model.pytree import map_tensors
 from atorch.model.state import preserved_state
@@ -29,18 +29,18 @@ from atorch.runtime.memory.recompute import turn_off_caches
 from atorch.runtime.pipeline.capture.stage_dataflow import Reads, Route, route_of
 from atorch.runtime.pipeline.engine import Engine
 from atorch.runtime.pipeline.stage import cut, holders
-from atorch.runtime.pipeline.stage_placement import PlacedSchedule, Ties, by_torch
+from atorch.runtime.pipeline.stage_placement import PlacedSchedule, SharedParameters, by_torch
 from atorch.smp.activation_checkpointing import record_places
 from atorch.smp.config import Config
 from atorch.smp.model import DistributedModel
 from atorch.smp.model_creation import delayed_values, fill
-from atorch.smp.partitioning import Division, auto_units, divided_by_cost, divided_by_hand, units_by_hand
+from atorch.smp.partitioning import PartitionChoice, auto_units, divided_by_cost, divided_by_hand, units_by_hand
 from atorch.smp.session import Session, session, tracing
-from atorch.smp.steps.averaging import Averaging, PartReduction, check_degrees, sharded
-from atorch.smp.steps.micro_batch_run import Body
+from atorch.smp.steps.averaging import Averaging, PartSync, check_degrees, sharded
+from atorch.smp.steps.micro_batch_run import MicroBatchRun
 from atorch.smp.steps.precision import half_of, halve, widen_output
 from atorch.smp.steps.runner import Runner
-from atorch.smp.steps.slicing import Slicing, StepArguments, outputs_of, starts_together, with_the_firsts_batch
+from atorch.smp.steps.slicing import Slicing, StepArguments, agree_on_step, broadcast_first_batch, outputs_of
 from atorch.smp.tensor.split import TensorSplit, split_marked
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -115,9 +115,9 @@ def _run(
         return [map_tensors(lambda leaf: leaf.to(owner.device, non_blocking=True), piece) for piece in pieces]
 
     name = f"{function.__module__}.{getattr(function, '__qualname__', repr(function))}"
-    start = starts_together(owner, cut, name, model.training)
+    start = agree_on_step(owner, cut, name, model.training)
     if not start.is_alike:
-        start = with_the_firsts_batch(owner, start)
+        start = broadcast_first_batch(owner, start)
     runner = model.runner or partition(owner, model, function, start.pieces[0])
     return runner.run(function, start, detach)
 
@@ -134,11 +134,11 @@ def partition(owner: Session, model: DistributedModel, function: Function, sampl
     """
     mesh, config, whole = owner.mesh, owner.config, model.module
 
-    def described() -> Mapping[str, Facts]:
-        facts = dict(described_call(whole, **vars(model.options)))
-        return facts | ({} if owner.optimizer is None else {"optimizer": described_optimizer(owner.optimizer)})
+    def model_facts() -> Mapping[str, Facts]:
+        facts = dict(facts_of_call(whole, **vars(model.options)))
+        return facts | ({} if owner.optimizer is None else {"optimizer": facts_of_optimizer(owner.optimizer)})
 
-    call_on_all_ranks("smp.DistributedModel", described, lambda: None)
+    call_on_all_ranks("smp.DistributedModel", model_facts, lambda: None)
     check_degrees(config)
     seed = from_rank_zero(torch.initial_seed())
     turn_off_caches(whole)
@@ -165,26 +165,26 @@ def partition(owner: Session, model: DistributedModel, function: Function, sampl
     replicas = mesh.group("data", "zero")
     broadcast([(0, [tensor.detach() for part in parts for tensor in (*part.parameters(), *part.buffers())])], replicas)
     half = half_of(config)
-    unrounded = None if half is None else halve(parts, half)
+    fp32_values = None if half is None else halve(parts, half)
     for part in parts if half is not None else ():
         widen_output(part)
     passes = sharded(whole, mesh, half) if config.sharded_data_parallel_degree > 1 else None
     averaging = None if passes is not None else _averaging(owner, model, parts)
     engine = ties = None
     if len(division.places) > 1:
-        reductions = [PartReduction(part, averaging, faults.append) for part in parts]
+        reductions = [PartSync(part, averaging, faults.append) for part in parts]
         group = mesh.group("pipeline")
         schedule = by_torch(placed, config.microbatches)
         engine = Engine(parts, schedule, group, owner.device, reductions=reductions)
-        ties = Ties(shared, parts, group, division.places)
+        ties = SharedParameters(shared, parts, group, division.places)
     runner = Runner(model, owner, parts, placed, engine, ties, averaging, passes, faults, blank, seed)
-    model.become(runner, division, split)
+    model.set_partitioned(runner, division, split)
     if owner.mesh.size("pipeline") > 1:
-        with speaking(True):
+        with verbose_logging(True):
             logger.info("the model was partitioned:\n%s", division)
     if owner.optimizer is not None:
-        owner.optimizer.follow(model, unrounded)
-    all_or_none(model.settle)
+        owner.optimizer.follow(model, fp32_values)
+    all_or_none(model.run_pending)
     return runner
 
 
@@ -216,11 +216,11 @@ def _averaging(owner: Session, model: DistributedModel, parts: tuple[nn.Module, 
 
 def _divided(
     owner: Session, model: DistributedModel, function: Function, sample: StepArguments
-) -> tuple[Mapping[str, nn.Module], Route, Division]:
+) -> tuple[Mapping[str, nn.Module], Route, PartitionChoice]:
     config, whole = owner.config, model.module
     count = config.pipeline_parallel_degree
     if count == 1:
-        return {}, Route((), frozenset(), frozenset(), frozenset()), Division({}, (0,), (0,), {})
+        return {}, Route((), frozenset(), frozenset(), frozenset()), PartitionChoice({}, (0,), (0,), {})
     units = auto_units(whole, count) if config.auto_partition else units_by_hand(whole, config.default_partition)
     call, route = _watched(model, units, function, sample)
     if not config.auto_partition:
@@ -229,7 +229,7 @@ def _divided(
     return units, route, divided_by_cost(route, units, whole, call, device, config, model.options)
 
 
-def _call_facts(config: Config, divided: tuple[Mapping[str, nn.Module], Route, Division]) -> Mapping[str, Facts]:
+def _call_facts(config: Config, divided: tuple[Mapping[str, nn.Module], Route, PartitionChoice]) -> Mapping[str, Facts]:
     """Facts that must be equal on all processes: the calls of units and, if set by hand, their partitions."""
     _, route, division = divided
     where = {} if config.auto_partition else division.partition_of
@@ -255,7 +255,7 @@ def _watched(
 
     route = route_of(whole, units, call, run)
     zeros = map_tensors(lambda leaf: torch.zeros(leaf.shape, dtype=leaf.dtype), outputs[-1])
-    after = Body(function, _on_model_device(whole, sample), 0, _Giving(zeros), {})
+    after = MicroBatchRun(function, _on_model_device(whole, sample), 0, _Giving(zeros), {})
     reads = Reads(whole)
     try:
         with reads:
@@ -269,7 +269,7 @@ def _watched(
 
 def _call(model: DistributedModel, function: Function, sample: StepArguments) -> StepArguments:
     """The arguments with which the function calls the model."""
-    body = Body(function, _on_model_device(model.module, sample), 0, None, {})
+    body = MicroBatchRun(function, _on_model_device(model.module, sample), 0, None, {})
     _trace(model, body)
     if body.call is None:
         raise ArgumentError("the function of smp.step ended without calling the model; let it call it once")
@@ -285,7 +285,7 @@ def _on_model_device(whole: nn.Module, sample: StepArguments) -> StepArguments:
     return moved
 
 
-def _trace(model: DistributedModel, body: Body) -> None:
+def _trace(model: DistributedModel, body: MicroBatchRun) -> None:
     with torch.no_grad(), preserved_state(model.module), model.serving(body), tracing():
         body.run()
 

@@ -231,7 +231,6 @@ KNOBS: Mapping[str, tuple[str, ...]] = {
 
 
 def lacking(strategy: Strategy) -> Iterator[str]:
-    """See `Target.lacks`."""
     names = strategy.names()
     yield from lacking_methods(strategy, ABSENT, KNOBS)
     for method in strategy:
@@ -255,7 +254,6 @@ def lacking(strategy: Strategy) -> Iterator[str]:
 
 
 def write(setup: TrainingSetup) -> dict[str, str]:
-    """See `Target.write`."""
     return {
         NAME: yaml_text(config_of(setup)),
         transformers.NAME: transformers.text_of(setup, **_without_recompute(setup)),
@@ -316,7 +314,6 @@ def fsdp_of(setup: TrainingSetup) -> dict[str, Any]:
 
 
 def command(setup: TrainingSetup) -> str:
-    """See `Target.command`."""
     return (
         f"accelerate launch --config_file {NAME} --machine_rank $NODE_RANK --main_process_ip $MASTER_ADDR "
         f"--main_process_port $MASTER_PORT train.py "

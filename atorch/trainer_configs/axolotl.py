@@ -35,7 +35,6 @@ def recognises(source: Source) -> bool:
 
 
 def read(source: Source) -> TrainingSetup:
-    """See `Target.read`."""
     keys, draft, entries, values = Keys.of("axolotl"), Draft(traits=TARGET.traits), list[Entry](), dict(source.data)
     if source.words:
         words = source.command

@@ -261,7 +261,6 @@ def _read_parallelism(fields: Fields, draft: Draft) -> None:
 
 
 def lacking(strategy: Strategy) -> Iterator[str]:
-    """See `Target.lacks`."""
     yield from lacking_methods(strategy, ABSENT, KNOBS)
     for method in strategy:
         if method.name == "offload" and 0 < getattr(method, "parameters", 0) < 1:
@@ -281,7 +280,6 @@ def lacking(strategy: Strategy) -> Iterator[str]:
 
 
 def write(setup: TrainingSetup) -> dict[str, str]:
-    """See `Target.write`."""
     return {
         CONFIG: json.dumps(config_of(setup), indent=2) + "\n",
         transformers.NAME: transformers.text_of(setup, deepspeed=CONFIG),
@@ -327,7 +325,6 @@ def config_of(setup: TrainingSetup) -> dict[str, Any]:
 
 
 def command(setup: TrainingSetup) -> str:
-    """See `Target.command`."""
     return f"{TORCHRUN} train.py {transformers.flags_of(setup, deepspeed=CONFIG)}"
 
 

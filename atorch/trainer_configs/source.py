@@ -250,7 +250,6 @@ class Fields:
         self.tell(key, "assumed" if self.data.get(key) in (None, "auto") else "used", note)
 
     def invalid(self, key: str, why: str) -> ArgumentError:
-        """The error of a value."""
         return ArgumentError(f"{self.source}: {self.path(key)} is {shown(self.data.get(key))}; {why}")
 
     def whole(self, key: str, least: int = 1, default: int | None = None) -> int | None:

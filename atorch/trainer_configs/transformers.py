@@ -285,7 +285,6 @@ def text_of(setup: TrainingSetup, **more: Any) -> str:
 
 
 def flags_of(setup: TrainingSetup, **more: Any) -> str:
-    """The arguments as flags of a command."""
     words = []
     for name, value in arguments_of(setup, **more).items():
         listed = value if isinstance(value, list) else [value]
@@ -294,7 +293,6 @@ def flags_of(setup: TrainingSetup, **more: Any) -> str:
 
 
 def lacking(strategy: Strategy) -> Iterator[str]:
-    """See `Target.lacks`."""
     from atorch.trainer_configs import accelerate
 
     axes = [axis for method in strategy for axis, _ in getattr(method, "slices", ()) if axis != "data"]
@@ -306,7 +304,6 @@ def lacking(strategy: Strategy) -> Iterator[str]:
 
 
 def write(setup: TrainingSetup) -> dict[str, str]:
-    """See `Target.write`."""
     more = {"torch_compile": True} if "compile" in setup.methods else {}
     return {NAME: text_of(setup, **_fsdp_of(setup), **more)}
 
@@ -321,7 +318,6 @@ def _fsdp_of(setup: TrainingSetup) -> dict[str, Any]:
 
 
 def command(setup: TrainingSetup) -> str:
-    """See `Target.command`."""
     return f"{TORCHRUN} train.py {NAME}"
 
 

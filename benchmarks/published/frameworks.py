@@ -169,7 +169,7 @@ _KNOWN: Mapping[str, Framework] = {
     "bridge": _MEGATRON_RECIPES,
     # vTrain's runs. What its table has as checkpointing is a flag of its simulator, which recomputes nothing on a last
     # stage (`src/predictor.py`); measured layers take as long on one stage as on two and four, and less than
-    # recomputing would at the rates of Megatron's own largest runs: docs/accuracy.md, "vTrain".
+    # recomputing would at the rates of Megatron's own largest runs: benchmarks/README.md, "vTrain".
     "megatron-deepspeed (per paper)": replace(_MEGATRON_DEEPSPEED, recomputes=False),
     "megatron-deepspeed": _MEGATRON_DEEPSPEED,
     "megatron-lm (may 2021)": _MEGATRON_2021,

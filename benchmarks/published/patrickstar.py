@@ -98,7 +98,7 @@ def best(model: str, cluster: ClusterSpec) -> tuple[int, float] | None:
 
 
 def main() -> None:
-    """Print the table of `docs/methods/chunk.md`."""
+    """Print the table of `benchmarks/README.md`."""
     for machine in (YARD, SUPERPOD, FOUR_NODES):
         print(f"\n{machine.name}\n\n| model | measured | estimated | estimated / measured | samples a GPU |")
         print("|---|---|---|---|---|")

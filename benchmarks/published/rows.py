@@ -117,7 +117,7 @@ def cost_of(row: Row) -> Cost:
     )
     cost = split_context(split_tensor(cost, splits_norms=layout.splits_norms))
     cost = split_pipeline(
-        cost.but(
+        cost.replace(
             expert=layout.expert,
             expert_capacity=_expert_capacity(row),
             sends_once="deepep" in row.text("arch"),  # DeepEP or HybridEP

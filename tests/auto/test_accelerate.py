@@ -178,7 +178,7 @@ STRATEGIES: list[tuple[dict[str, Any], str]] = [
     ({"load_strategy": [("fsdp", False)]}, "leave fsdp out"),
     ({"excluded": ["fsdpp"]}, "did you mean 'fsdp'"),
     ({"excluded": 3}, "excluded is 3; give a list"),
-    ({"included": [("amp_native", "bf16")]}, "it has names of methods alone"),
+    ({"included": [("amp_native", "bf16")]}, "it takes only names of methods"),
 ]
 
 

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 import atorch
 from atorch.auto.plan_for_cluster import cluster_of, plan_for, subject_of
-from atorch.auto.simulated_candidates import Allowance, simulated
+from atorch.auto.simulated_candidates import SimulationLimits, simulated
 from atorch.auto.strategy import Strategy
 from atorch.cluster.spec import ClusterSpec
 from atorch.cost.transformer import Experts, TransformerShape, transformer_profile
@@ -41,12 +41,12 @@ def outcome(subject, strategy, allowance):
 
 @pytest.mark.slow
 def test_what_is_allowed_is_simulated(subject):
-    assert outcome(subject, DDP, Allowance())["peak_bytes"] > 0
-    assert outcome(subject, DDP, Allowance(until=math.inf, real_bytes=0.0))["peak_bytes"] > 0, "of fakes alone"
+    assert outcome(subject, DDP, SimulationLimits())["peak_bytes"] > 0
+    assert outcome(subject, DDP, SimulationLimits(until=math.inf, real_bytes=0.0))["peak_bytes"] > 0, "of fakes alone"
 
-    assert "no time left" in outcome(subject, DDP, Allowance(until=time.monotonic() - 1))["why_not"]
+    assert "no time left" in outcome(subject, DDP, SimulationLimits(until=time.monotonic() - 1))["why_not"]
 
-    told = outcome(subject, TENSOR, Allowance(real_bytes=1000.0))["why_not"]
+    told = outcome(subject, TENSOR, SimulationLimits(real_bytes=1000.0))["why_not"]
     assert "tensor_parallel would watch a few real blocks of the model at work, which takes" in told
 
 
@@ -54,7 +54,7 @@ def test_a_simulation_is_given_up_where_it_takes_too_long(subject, monkeypatch):
     began = time.monotonic()
     later = iter([began, began])  # asked before it begins, then by every operation
     monkeypatch.setattr("atorch.auto.simulated_candidates.time.monotonic", lambda: next(later, began + 100))
-    assert "no time left" in outcome(subject, DDP, Allowance(until=began + 50))["why_not"]
+    assert "no time left" in outcome(subject, DDP, SimulationLimits(until=began + 50))["why_not"]
 
 
 def test_what_is_done_is_said(subject):
@@ -165,7 +165,7 @@ def test_a_plan_for_experts_says_what_it_leaves_out():
     for experts, num_notes in ((None, 0), (Experts(count=4, top_k=2, ffn=512), 1)):
         profile = transformer_profile(TransformerShape(**shape, experts=experts))
         plan = plan_for(subject_of(profile, None, CLUSTER), CLUSTER, global_batch=8)
-        assert len([note for note in plan.notes if "expert_parallel, which is for plans alone" in note]) == num_notes
+        assert len([note for note in plan.notes if "expert_parallel, which is only for plans" in note]) == num_notes
         assert "expert_parallel" not in plan.strategy.names()
     one = ClusterSpec.load("1xH100-80GB")
     assert not plan_for(subject_of(profile, None, one), one, global_batch=8).notes

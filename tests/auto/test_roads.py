@@ -9,7 +9,7 @@ import torch
 
 from atorch.auto.job import make_context
 from atorch.auto.opt_lib.shared.defaults import complete
-from atorch.auto.planner.dry_runs.trial import Feed
+from atorch.auto.planner.dry_runs.trial import BatchCache
 from atorch.auto.planner.planner import dry_run
 from atorch.auto.reference_step import plain_pass
 from atorch.auto.strategy import Strategy
@@ -63,7 +63,7 @@ def tried(rank: int, size: int, roads: Iterable[str]) -> dict[str, str]:
         model = net(road)
         before, state = snapshot(model), torch.get_rng_state()
         ctx = make_context(model, **job(), world=worlds.init("cpu"), cluster=cluster(size))
-        expected = plain_pass(ctx, size, lambda ctx=ctx: Feed(ctx, num_batches=1).batches(0, 1)[0])
+        expected = plain_pass(ctx, size, lambda ctx=ctx: BatchCache(ctx, num_batches=1).batches(0, 1)[0])
         assert expected.why_not is None
         for methods in METHODS[size]:
             strategy = complete(Strategy.of(methods), size)

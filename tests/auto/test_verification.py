@@ -20,7 +20,7 @@ from atorch.auto import reference_step
 from atorch.auto.context import Context
 from atorch.auto.job import make_context
 from atorch.auto.opt_lib.shared.defaults import complete
-from atorch.auto.planner.dry_runs.trial import Feed
+from atorch.auto.planner.dry_runs.trial import BatchCache
 from atorch.auto.planner.planner import dry_run
 from atorch.auto.strategy import METHODS, Method, Phase, Strategy, method
 from atorch.distributed import world as worlds
@@ -371,7 +371,7 @@ def test_where_plain_training_tells_nothing_that_is_said(
 ) -> None:
     with caplog.at_level(logging.WARNING, "atorch"):
         accelerate(Net(), [CHECKPOINT], **more)
-    assert "cannot be held to plain training's first pass" in caplog.text
+    assert "cannot be compared with plain training's first pass" in caplog.text
     assert reason in caplog.text
 
 
@@ -436,7 +436,7 @@ def test_what_evaluation_loses_is_said(caplog: pytest.LogCaptureFixture) -> None
 def test_a_search_drops_what_cannot_generate(rank: int, size: int) -> None:
     given = {"optim_args": {"lr": 0.1}, "dataloader_args": {"batch_size": ROWS}, **generating()}
     ctx = make_context(Generating(), torch.optim.SGD, **given, world=worlds.init("cpu"), cluster=cluster(size))
-    ctx = replace(ctx, plain_pass=reference_step.plain_pass(ctx, size, lambda: Feed(ctx).batches(0, 1)[0]))
+    ctx = replace(ctx, plain_pass=reference_step.plain_pass(ctx, size, lambda: BatchCache(ctx).batches(0, 1)[0]))
     told = r"model.generate\(\) fails: RuntimeError: cannot generate \(on rank 1\)"
     with registered(break_generate if rank else lambda ctx: None) as broken, pytest.raises(StrategyError, match=told):
         dry_run(ctx, complete(Strategy.of([broken]), size))

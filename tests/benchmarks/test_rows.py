@@ -311,8 +311,8 @@ def test_torchtitan():
     assert kept == [True, False, False]
     piped, alone = cost_of(in_pipeline), cost_of(by_itself)
     assert (piped.whole_grads, piped.grad_shards, alone.whole_grads) == (True, 1, False)
-    assert not any(each.each_micro_batch for each in piped.comm)
-    assert all(each.each_micro_batch for each in alone.comm)
+    assert not any(each.per_micro_batch for each in piped.comm)
+    assert all(each.per_micro_batch for each in alone.comm)
 
     def of_loss(**given):
         usual = {"tp": "1", "pp": "1", "dp": "16", "framework": "torchtitan"}

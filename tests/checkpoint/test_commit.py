@@ -192,7 +192,7 @@ def test_what_is_not_ours_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("x")
     save_state(tmp_path, 2, keep_last=1)
     assert steps(tmp_path) == [2]
-    with pytest.raises(CheckpointError, match="step-000000005 is there, and is no checkpoint"):
+    with pytest.raises(CheckpointError, match="step-000000005 exists and is not a checkpoint"):
         save_state(tmp_path, 5)
     with pytest.raises(CheckpointError, match="step-000000002 is a checkpoint itself"):
         save_state(tmp_path / "step-000000002", 3)

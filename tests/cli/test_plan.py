@@ -141,7 +141,7 @@ def test_a_job_that_fits_nowhere_names_the_nearest_miss(capsys):
         ([*SMALL, "--cluster", "8xL4", "--until", "-1T"], "until is '-1T'"),
         ([*SMALL, "--cluster", "8xL4", "--until", "3 epochs"], "until is '3 epochs'"),
         ([*SMALL, "--cluster", "8xL4", "--mtbf", "1h"], "give its length, as --until 15T"),
-        ([*SMALL, "--cluster", "8xL4", "--until", "1T", "--mtbf", "1ms"], "training comes to nothing"),
+        ([*SMALL, "--cluster", "8xL4", "--until", "1T", "--mtbf", "1ms"], "training never gets ahead"),
         ([*SMALL, "--cluster", "8xL4", "--until", "1T", "--restart", "soon"], "restart is 'soon'"),
         ([*SMALL, "--cluster", "8xL4", "--prices", "none.json"], "none.json"),
     ],

@@ -268,7 +268,7 @@ def test_sharded_gradients_are_reduced_in_the_trainers_type(name, tmp_path):
     setup = setup if setup.global_batch else replace(setup, micro_batch=1, global_batch=64)
     shape = TransformerShape(layers=4, hidden=256, heads=4, ffn=512, vocab=1000, seq_len=128)
     profile = transformer_profile(shape, 1, Implementation(itemsize=4.0))
-    cost = setup.strategy(8).cost(plain_cost(profile, 64).but(**setup.traits.cost))
+    cost = setup.strategy(8).cost(plain_cost(profile, 64).replace(**setup.traits.cost))
     (reduced,) = (comm for comm in cost.comm if comm.kind == "reduce_scatter")
     assert reduced.num_bytes == sent * profile.num_params
     assert cost.grad_bytes * (1 if cost.whole_grads else 8) == held * profile.num_params

@@ -188,7 +188,7 @@ def named(composition: Composition) -> str:
 def promised(cost: Cost) -> Mapping[tuple[str, frozenset[str]], tuple[float, float]]:
     """(kind, axes) → (calls, bytes) of a step."""
     sent: dict[tuple[str, frozenset[str]], tuple[float, float]] = {}
-    each_time = [(comm, cost.num_micro_batches if comm.each_micro_batch else 1.0) for comm in cost.comm]
+    each_time = [(comm, cost.num_micro_batches if comm.per_micro_batch else 1.0) for comm in cost.comm]
     for segment in cost.segments:
         each_time += [(comm, segment.count * cost.num_micro_batches) for comm in of_copy(cost, segment)]
     for comm, times in each_time:

@@ -39,9 +39,9 @@ def test_frozen_weights_have_no_states_and_are_gathered_as_they_are() -> None:
     assert memory.gradients <= 2 * trained
     assert memory.parameters == pytest.approx(2 * (8_030_261_248 + trained), rel=1e-6)
 
-    cost = plain_cost(adapted_profile(LLAMA, replace(FEW, quantized_itemsize=NF4_ITEMSIZE))).but(axes={"data": 8})
+    cost = plain_cost(adapted_profile(LLAMA, replace(FEW, quantized_itemsize=NF4_ITEMSIZE))).replace(axes={"data": 8})
     sharded = shard(cost)
-    plain = shard(plain_cost(adapted_profile(LLAMA, FEW)).but(axes={"data": 8}))
+    plain = shard(plain_cost(adapted_profile(LLAMA, FEW)).replace(axes={"data": 8}))
     assert sharded.comm[0].num_bytes < 0.4 * plain.comm[0].num_bytes
     assert sharded.comm[1].num_bytes == plain.comm[1].num_bytes == 4 * 3_407_872  # gradients of adapters alone
 

@@ -34,7 +34,7 @@ shapes = pytest.mark.parametrize("shape", [MIXTRAL, DEEPSEEK], ids=["mixtral", "
 def training(shape, *, ranks=8, capacity=0.0, skew=0.0):
     cost = arrange(plain_cost(transformer_profile(shape), 32), {"data": 8})
     cost = accumulate(replace(cost, dtype="bfloat16", param_itemsize=2.0), 4)
-    return replicate(cost.but(expert=ranks, expert_capacity=capacity, expert_skew=skew))
+    return replicate(cost.replace(expert=ranks, expert_capacity=capacity, expert_skew=skew))
 
 
 def blocks(shape):
@@ -97,7 +97,7 @@ def test_a_capacity_cuts_or_pads_every_load(shape):
 def test_the_optimizer_steps_the_states_that_are_kept(shape):
     """Over 8 ranks experts of 4 of them are sharded over 2, all else over 8."""
     start = arrange(plain_cost(transformer_profile(shape), 32), {"data": 8})
-    costs = [shard(start.but(expert=ranks)) for ranks in (1, 4, 8)]
+    costs = [shard(start.replace(expert=ranks)) for ranks in (1, 4, 8)]
     taken = [step_time(cost, CLUSTER).optimizer_s / peak_memory(cost).optimizer for cost in costs]
     assert taken == pytest.approx([taken[0]] * 3)
 
@@ -110,7 +110,7 @@ def test_experts_are_held_once_by_each_group_and_sent_among_those_that_hold_the_
     dense = sum(part.count * (part.num_params - part.expert_params) for part in start.segments)
     experts = sum(part.count * part.expert_params for part in start.segments)
     for ranks in (2, 4, 8):
-        cost = start.but(expert=ranks)
+        cost = start.replace(expert=ranks)
         assert sum(part.count * cost.local_experts(part) for part in cost.segments) * ranks == pytest.approx(experts)
         if tensor == 1:  # which otherwise holds norms and routers twice
             assert 16 * peak_memory(shard(cost)).parameters == pytest.approx(2.0 * (dense + experts))
@@ -122,7 +122,7 @@ def test_experts_are_held_once_by_each_group_and_sent_among_those_that_hold_the_
             assert {group_for(comm.axis, sent, CLUSTER).size for comm in rest} == {16 // tensor}
             share = sum(comm.num_bytes for comm in same) / sum(comm.num_bytes for comm in sent.comm)
             assert share == pytest.approx(cost.expert_share)
-    alone = replicate(start.but(expert=16)) if shape is DEEPSEEK else None
+    alone = replicate(start.replace(expert=16)) if shape is DEEPSEEK else None
     assert alone is None or not [comm for comm in alone.comm if comm.axis[-1] == "expert"]
 
 
@@ -130,7 +130,7 @@ def test_experts_are_held_once_by_each_group_and_sent_among_those_that_hold_the_
 def test_one_group_of_experts_is_no_axis(shape):
     start = arrange(plain_cost(transformer_profile(shape), 32), {"data": 8})
     for method in (replicate, shard_optimizer, shard):
-        plain, one = method(start), method(start.but(expert=1, expert_skew=0.0))
+        plain, one = method(start), method(start.replace(expert=1, expert_skew=0.0))
         assert plain == one
         assert step_time(plain, CLUSTER) == step_time(one, CLUSTER)
         assert peak_memory(plain) == peak_memory(one)
@@ -139,7 +139,7 @@ def test_one_group_of_experts_is_no_axis(shape):
 
 def test_hybrid_shards_of_experts_are_summed_over_the_other_replicas():
     """Experts of 4 ranks in shards of 8 are over 2 each; over the 2 replicas go four times as many bytes of them."""
-    start = arrange(plain_cost(transformer_profile(MIXTRAL), 32), {"zero": 8, "data": 2}).but(expert=4)
+    start = arrange(plain_cost(transformer_profile(MIXTRAL), 32), {"zero": 8, "data": 2}).replace(expert=4)
     cost = shard(start, axes=("zero",), replicas=("data",))
     sums = {comm.axis: comm.num_bytes for comm in cost.comm if comm.kind == "all_reduce"}
     shares = 1.0 - cost.expert_share, 4.0 * cost.expert_share
@@ -150,7 +150,7 @@ def test_hybrid_shards_of_experts_are_summed_over_the_other_replicas():
 
 def test_tensor_ranks_send_a_part_of_the_tokens_each():
     plain, split = (
-        split_tensor(arrange(plain_cost(transformer_profile(MIXTRAL), 32), axes), splits_norms=True).but(expert=8)
+        split_tensor(arrange(plain_cost(transformer_profile(MIXTRAL), 32), axes), splits_norms=True).replace(expert=8)
         for axes in ({"data": 8}, {"tensor": 2, "data": 4})
     )
     (sent,), (part,) = (
@@ -165,7 +165,7 @@ def test_a_token_goes_once_to_each_place():
     assert distinct_share(blocks(MIXTRAL), 1) == pytest.approx(1 / 2)
     assert distinct_share(transformer_profile(MIXTRAL).segments[0], 8) == 1.0
     cost = training(DEEPSEEK)
-    assert step_time(cost.but(sends_once=True), CLUSTER).total_s < step_time(cost, CLUSTER).total_s
+    assert step_time(cost.replace(sends_once=True), CLUSTER).total_s < step_time(cost, CLUSTER).total_s
 
 
 def test_what_experts_keep_is_what_their_products_take_and_give():

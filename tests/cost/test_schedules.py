@@ -30,7 +30,7 @@ def cost_of(schedule: Schedule, pieces: int, processes: int, micro_batches: int)
         segments=(block,), batch_size=micro_batches, num_params=blocks * 2**20, num_trainable=blocks * 2**20,
         param_bytes=blocks * 2**22, trainable_bytes=blocks * 2**22,
     )  # fmt: skip
-    return plain_cost(profile).but(
+    return plain_cost(profile).replace(
         axes={"pipeline": processes},
         stages=processes,
         schedule=schedule,

@@ -23,7 +23,7 @@ from atorch.distributed.collectives import (
     require_equal,
     synchronise,
 )
-from atorch.distributed.fingerprints import described
+from atorch.distributed.fingerprints import facts_of
 from atorch.errors import ArgumentError, AtorchError, CapabilityError, StrategyError
 from tests.auto.training import run_each
 from tests.pool import Pool, on_ranks
@@ -114,7 +114,7 @@ def test_what_differs_is_named_without_sending_all_to_all(rank: int, size: int) 
         real(values, value, **kwargs)
 
     with mock.patch.object(dist, "all_gather_object", measured), pytest.raises(ArgumentError) as caught:
-        call_on_all_ranks("call", lambda: {"given": described("given", values)}, lambda: rank)
+        call_on_all_ranks("call", lambda: {"given": facts_of("given", values)}, lambda: rank)
     told = str(caught.value)
     assert "given[5] is 5 on ranks 0, 2 and -1 on rank 1; given[500] is 500 on ranks 0, 2 and -1 on rank 1" in told
     assert "given[600] is 600 on ranks 0, 1 and -1 on rank 2" in told
@@ -139,7 +139,7 @@ def test_where_all_is_well_a_few_numbers_are_exchanged(rank: int, size: int) -> 
             stack.enter_context(mock.patch.object(dist, name, noted(name)))
         all_or_none(lambda: rank)
         require_equal(["a"] * 1000, "the strategy", StrategyError)
-        call_on_all_ranks("call", lambda: {"given": described("given", list(range(1000)))}, lambda: rank)
+        call_on_all_ranks("call", lambda: {"given": facts_of("given", list(range(1000)))}, lambda: rank)
         synchronise([torch.ones(3), torch.zeros(2, 2)])
     assert called == ["all_reduce"] * 4
 

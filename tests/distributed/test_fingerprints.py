@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import nn
 
-from atorch.distributed.fingerprints import described, described_dataset, described_model, digest, structure
+from atorch.distributed.fingerprints import digest, facts_of, facts_of_dataset, facts_of_model, structure
 
 
 class Colour(Enum):
@@ -85,14 +85,14 @@ DIFFERENT: list[tuple[Any, Any]] = [
     ("pair", "is_equal"), [*((pair, True) for pair in EQUAL), *((pair, False) for pair in DIFFERENT)]
 )
 def test_equal_values_and_what_has_none_are_described_alike(pair: tuple[Any, Any], is_equal: bool) -> None:
-    one, other = (described("x", value) for value in pair)
+    one, other = (facts_of("x", value) for value in pair)
     assert (one == other) is (digest(one) == digest(other)) is is_equal
 
 
 def test_what_partials_hold_can_be_left_out() -> None:
     one, other = (functools.partial(scale, value=value) for value in (1.0, 2.0))
-    assert described("x", one, bound=False) == described("x", other, bound=False)
-    assert described("x", one, bound=False) != described("x", functools.partial(within), bound=False)
+    assert facts_of("x", one, bound=False) == facts_of("x", other, bound=False)
+    assert facts_of("x", one, bound=False) != facts_of("x", functools.partial(within), bound=False)
 
 
 def test_a_structure_has_no_sizes() -> None:
@@ -103,8 +103,8 @@ def test_a_structure_has_no_sizes() -> None:
 
 @pytest.mark.parametrize("dataset", [None, [1, 2], iter([1]), Unsized()])
 def test_any_dataset_is_described(dataset: Any) -> None:
-    assert described_dataset(dataset) == described_dataset(dataset)
-    assert described_dataset([1, 2]) != described_dataset([1, 2, 3])
+    assert facts_of_dataset(dataset) == facts_of_dataset(dataset)
+    assert facts_of_dataset([1, 2]) != facts_of_dataset([1, 2, 3])
 
 
 def test_models_are_told_apart_by_order_shape_dtype_mode_and_ties() -> None:
@@ -119,16 +119,16 @@ def test_models_are_told_apart_by_order_shape_dtype_mode_and_ties() -> None:
     frozen.a.weight.requires_grad_(False)
     buffered.register_buffer("count", torch.zeros(3))
     models = [pair(), pair("b"), pair(dtype=torch.float16), pair().eval(), tied, frozen, buffered, nn.Linear(2, 2)]
-    known = [{name: digest(facts) for name, facts in described_model(model).items()} for model in models]
+    known = [{name: digest(facts) for name, facts in facts_of_model(model).items()} for model in models]
     assert len(set(map(str, known))) == len(models)
-    assert described_model(pair()) == described_model(pair())
+    assert facts_of_model(pair()) == facts_of_model(pair())
 
 
 SCRIPT = """
-from atorch.distributed.fingerprints import described, digest
+from atorch.distributed.fingerprints import facts_of, digest
 def choose(x):
     return x in {"one", "two", "three", "four"}
-print(digest(described("x", [choose, {"one", "two", "three"}, lambda y: (y, object)])))
+print(digest(facts_of("x", [choose, {"one", "two", "three"}, lambda y: (y, object)])))
 """
 
 

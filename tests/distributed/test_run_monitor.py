@@ -230,7 +230,7 @@ def failing_alone(rank: int, size: int, number: int | None) -> None:
 def test_all_others_name_the_one_that_fails(pool: Pool, number: int | None) -> None:
     with pytest.raises(RankFailure) as failure:
         pool.run(failing_alone, number, ranks=3)
-    named = re.findall("NoAnswerError: (ranks? 0, .*?) \\(rank", str(failure.value))
+    named = re.findall("MissingRanksError: (ranks? 0, .*?) \\(rank", str(failure.value))
     what = "raised KeyError in step 2: 'a name'" if number is None else "does not respond: it has ended or is stopped"
     for text in named:
         assert re.fullmatch(rf"ranks 0, 2 lost a connection in step 2; rank 1 (on .*, process \d+, )?{what}", text)

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from atorch.distributed import world
 from atorch.distributed.collectives import from_rank_zero, gather_objects
-from atorch.distributed.local_collectives import Pretending, fake_world
+from atorch.distributed.local_collectives import FakeRun, fake_world
 from atorch.distributed.mesh import Mesh
 from atorch.errors import ArgumentError, CapabilityError
 from atorch.logs import logger
@@ -33,7 +33,7 @@ BOTH = "cpu:gloo,cuda:nccl"
         (BOTH, "one", "ranks 0, 1 share a CUDA device, and NCCL takes one process a device: 2 processes"),
         ("cpu:gloo,cuda:gloo", "one", ""),
         (BOTH, "other", ""),
-        ("cuda:nccl", "other", "alone, and processes decide together over hosts; leave the backend out, or give"),
+        ("cuda:nccl", "other", "and processes also communicate over hosts; leave the backend out, or give"),
     ],
 )
 @on_ranks(2)
@@ -138,9 +138,9 @@ def test_a_rank_must_be_one_and_a_real_group_stays() -> None:
 
 
 def test_small_whole_numbers_are_real_and_the_rest_is_not() -> None:
-    pretending = Pretending()
-    weight = pretending.fake(torch.empty(4, 4, device="meta"))
-    with pretending, pretending.stepping():
+    fake_run = FakeRun()
+    weight = fake_run.fake(torch.empty(4, 4, device="meta"))
+    with fake_run, fake_run.stepping():
         positions = torch.arange(8)[None]
         assert not isinstance(positions, FakeTensor)
         assert bool((positions.diff() == 1).all())
@@ -153,21 +153,21 @@ def test_small_whole_numbers_are_real_and_the_rest_is_not() -> None:
 
 
 def test_questions_to_fakes_have_the_answer_of_a_good_step() -> None:
-    pretending = Pretending()
-    weight = pretending.fake(torch.empty(4, 4, device="meta"))
-    with pretending, pretending.stepping():
+    fake_run = FakeRun()
+    weight = fake_run.fake(torch.empty(4, 4, device="meta"))
+    with fake_run, fake_run.stepping():
         assert bool(torch.isfinite(weight).all())
         assert torch.equal(weight, weight + 1)
         assert float(weight.sum()) == 1
 
 
 def test_a_module_of_fakes_can_be_cast_and_replicated() -> None:
-    pretending, sent = Pretending(), CommCounter()
-    with pretending:
-        model = copy_structure(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), pretending.fake).bfloat16()
-    with fake_world(4), pretending:
+    fake_run, sent = FakeRun(), CommCounter()
+    with fake_run:
+        model = copy_structure(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), fake_run.fake).bfloat16()
+    with fake_world(4), fake_run:
         replicas = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-        with pretending.stepping(), sent:
+        with fake_run.stepping(), sent:
             for _ in range(3):
                 sent.counts.clear()
                 replicas(torch.ones(2, 4, dtype=torch.bfloat16)).sum().backward()

@@ -35,10 +35,10 @@ def test_states_are_on_the_host_and_training_is_the_same(share: float) -> None:
             optim.zero_grad()
     for got, wanted in zip(twin.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-6)
-    assert {copied.device.type for copied in mine.stand_ins.values()} == {"cpu"}
-    assert all(copied.is_pinned() for copied in mine.stand_ins.values())
+    assert {copied.device.type for copied in mine.shadows.values()} == {"cpu"}
+    assert all(copied.is_pinned() for copied in mine.shadows.values())
     states = [state["exp_avg"].device.type for state in mine.inner.state.values()]
-    assert states.count("cpu") == len(mine.stand_ins)
+    assert states.count("cpu") == len(mine.shadows)
     assert all(group["fused"] for group in mine.param_groups)
 
 

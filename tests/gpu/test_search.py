@@ -9,7 +9,7 @@ from torch.utils.data import TensorDataset
 
 import atorch.auto.opt_lib  # noqa: F401  registers the methods
 from atorch.auto.job import make_context
-from atorch.auto.planner.dry_runs.trial import aside
+from atorch.auto.planner.dry_runs.trial import parked_on_host
 from atorch.auto.planner.planner import search
 from atorch.auto.strategy import METHODS, Method, Phase, method
 from atorch.cluster.spec import ClusterSpec
@@ -58,7 +58,7 @@ def test_a_model_on_the_device_takes_no_memory_of_it_while_strategies_are_tried(
     memory = torch.cuda.get_device_properties(0).total_memory // 2
     ctx.root.half_of_the_device.data = torch.zeros(memory // 4, device="cuda")
     ctx.root.half_of_the_device.requires_grad_(False)
-    with aside(ctx):
+    with parked_on_host(ctx):
         assert torch.cuda.memory_allocated() < memory // 2
     assert torch.cuda.memory_allocated() >= memory
 
@@ -67,7 +67,7 @@ def test_running_out_of_memory_is_survived():
     @method("glutton", phase=Phase.STEP)
     class Glutton(Method):
         def cost(self, cost):
-            return cost.but(traffic_scale=0.0, ops_scale=0.0)
+            return cost.replace(traffic_scale=0.0, ops_scale=0.0)
 
         def apply(self, ctx):
             torch.empty(2 * torch.cuda.get_device_properties(0).total_memory, dtype=torch.uint8, device="cuda")

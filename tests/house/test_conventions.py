@@ -41,10 +41,10 @@ BLIND_EXCEPTS: Mapping[str, str] = {
     "atorch/checkpoint/files.py:save": "raised again, once the files of the failed save are removed",
     "atorch/distributed/collectives.py:call_on_all_ranks": "raised again on all ranks, which would wait forever",
     "atorch/distributed/collectives.py:all_or_none": "raised again on all ranks, which would wait forever",
-    "atorch/distributed/fingerprints.py:described_dataset": (
+    "atorch/distributed/fingerprints.py:facts_of_dataset": (
         "what a user's __len__ raises is no concern of a comparison"
     ),
-    "atorch/runtime/loss/reduction_probe.py:Look.holds": (
+    "atorch/runtime/loss/reduction_probe.py:ReductionProbe.holds": (
         "a user's loss may fail on a part of a batch; training goes on"
     ),
     "atorch/profiler/trace.py:_of_length": "a model may fail in any way on a short sample; the whole one is traced",
@@ -52,7 +52,7 @@ BLIND_EXCEPTS: Mapping[str, str] = {
     "atorch/profiler/trace.py:_in_16_bits": "a model may fail in any way in 16 bits; it is reckoned from fp32 then",
     "atorch/profiler/trace.py:_run": "a forward may fail on fakes in any way; a real run then shows its faults",
     "atorch/model/deferred_init.py:InitialValues._watch": "a user's function may fail in any way without values",
-    "atorch/runtime/loss/reduction_probe.py:Look._losses": (
+    "atorch/runtime/loss/reduction_probe.py:ReductionProbe._losses": (
         "a loss may fail on a part of a batch in any way; the warning says so"
     ),
     "atorch/runtime/optimizer/user_optimizer.py:made_small": ("a user's optimizer may refuse small parameters"),
@@ -94,7 +94,7 @@ MODULE_STATE: Mapping[str, str] = {
     "atorch/distributed/mesh.py:_current": "the current mesh, a ContextVar: parallel_group(name) takes no mesh",
     "atorch/distributed/mesh.py:_last": "the same for autograd's own threads, which see no ContextVar",
     "atorch/distributed/rng.py:_numpy_once": "a memory of pure results: numpy takes 0.25 ms to tell its state",
-    "atorch/logs.py:say_once": "what was said once a process; a model has many equal modules",
+    "atorch/logs.py:log_once": "what was said once a process; a model has many equal modules",
     "atorch/smp/model_creation.py:_delaying": "the context of delay_param_initialization; each thread has its own",
     "atorch/smp/session.py:_sessions": "smp.rank() and its kin take no argument; what smp.init made, in every thread",
     "atorch/smp/tensor/__init__.py:_inside": "smp.tensor_parallelism() marks what others make inside; a ContextVar",

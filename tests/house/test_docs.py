@@ -7,36 +7,28 @@ repeat what is in the code are compared with it, and links lead somewhere.
 
 import ast
 import contextlib
-import importlib
-import inspect
 import io
 import os
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
-from atorch.auto import auto_accelerate
 from atorch.auto.opt_lib.module_replace_optimization import REPLACEMENTS
-from atorch.auto.strategy import METHODS, Strategy
+from atorch.auto.strategy import METHODS
 from atorch.cli import app
 from atorch.compat.fsdp1_arguments import ROWS
-from tests.house.source import ROOT, dotted
+from tests.house.source import ROOT
 from tests.pool import Pool
 
 DOCS = ROOT / "docs"
 PAGES = {path.stem: path for path in sorted((DOCS / "methods").glob("*.md")) if path.stem != "README"}
 DOCUMENTS = [path for path in (ROOT / "README.md", *sorted(DOCS.rglob("*.md"))) if path.is_file()]
 NOT_RUN = "# not run"
-
-# Documents whose blocks use what the reader has (`model`, `dataset`) and are only read, and why.
-SKETCHES: Mapping[str, str] = {
-    "docs/architecture.md": "shows the shape of the code to those who work on it",
-}
 
 SECTIONS = ("Configuration", "Knobs", "Cost", "Composes with", "Limits")
 """What every method's page has, in this order; others may stand between them."""
@@ -142,37 +134,10 @@ def test_links_lead_somewhere(path: Path) -> None:
             assert anchor in anchors(there), f"{name_of(path)} links to {link}, and no heading there is called so"
 
 
-@pytest.mark.parametrize(
-    "path", [path for path in DOCUMENTS if name_of(path) not in (*SKETCHES, "README.md")], ids=name_of
-)
+@pytest.mark.parametrize("path", [path for path in DOCUMENTS if name_of(path) != "README.md"], ids=name_of)
 def test_every_document_opens_with_who_it_is_for(path: Path) -> None:
     opening = prose(path).split("\n\n")[1]
     assert opening.startswith("For "), f"{name_of(path)} opens with: {opening[:80]}"
-
-
-@pytest.mark.parametrize("path", [path for path in DOCUMENTS if name_of(path) in SKETCHES], ids=name_of)
-def test_sketches_import_call_and_name_what_there_is(path: Path) -> None:
-    arguments = set(inspect.signature(auto_accelerate).parameters)
-    for line, code, _ in blocks(path):
-        for node in ast.walk(ast.parse("\n" * (line - 1) + code, name_of(path))):
-            if isinstance(node, ast.ImportFrom):
-                home = importlib.import_module(node.module or "")
-                assert all(hasattr(home, alias.name) for alias in node.names)
-            if isinstance(node, ast.Call) and dotted(node.func).endswith("auto_accelerate"):
-                assert {keyword.arg for keyword in node.keywords} <= arguments
-            for strategy in strategies(node):
-                Strategy.of(strategy)
-
-
-def strategies(node: ast.AST) -> Iterator[Any]:
-    """The list that a node gives `load_strategy`, as an argument or a variable; `[...]` stands for any."""
-    given: ast.AST | None = None
-    if isinstance(node, ast.keyword) and node.arg == "load_strategy":
-        given = node.value
-    if isinstance(node, ast.Assign) and dotted(node.targets[0]) == "load_strategy":
-        given = node.value
-    if isinstance(given, ast.List) and ... not in (value := ast.literal_eval(given)):
-        yield value
 
 
 def run_blocks(rank: int, size: int, path: str, found: list[tuple[int, str, str]], folder: str) -> list[str]:
@@ -199,7 +164,7 @@ def run_blocks(rank: int, size: int, path: str, found: list[tuple[int, str, str]
     return printed
 
 
-RUNNING = [path for path in DOCUMENTS if blocks(path) and name_of(path) not in SKETCHES]
+RUNNING = [path for path in DOCUMENTS if blocks(path)]
 
 
 @pytest.mark.parametrize("path", RUNNING, ids=name_of)

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from atorch.model.copy import SMALL
-from atorch.model.copy_isolation import OwnMemory, emptied, separate, storage_of
+from atorch.model.copy_isolation import OwnMemory, make_writable, released, storage_of
 
 
 def at_once(device):
@@ -49,7 +49,7 @@ def test_memory_that_is_given_up_comes_back_for_every_view():
     memory = torch.arange(6.0)
     parameter, tied = nn.Parameter(memory[:4]), memory[2:]
     version = parameter._version
-    with emptied([parameter, tied]) as values:
+    with released([parameter, tied]) as values:
         assert memory.untyped_storage().nbytes() == 0
         copied = OwnMemory(at_once, values)(tied)
         assert torch.equal(copied, torch.arange(2.0, 6.0))
@@ -61,7 +61,7 @@ def test_memory_that_is_given_up_comes_back_for_every_view():
 def test_an_expanded_tensor_gets_places_of_its_own_but_for_a_view_of_another():
     alone, scale = torch.ones(1, 3).expand(4, 3), torch.ones(1, 3)
     view = scale.expand(4, 3)
-    separate([alone, scale, view])
+    make_writable([alone, scale, view])
     alone[0] = 2.0
     assert alone.sum() == 15.0
     scale.fill_(5.0)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from atorch.errors import ArgumentError, CheckpointError
-from atorch.patrickstar.profiler import Profile, Profiler, Stay
+from atorch.patrickstar.profiler import Profile, Profiler, TierInterval
 from tests.patrickstar.recorded import recorded
 
 
@@ -94,9 +94,9 @@ def test_a_chunk_is_on_the_device_while_it_has_a_copy_there() -> None:
     assert all(one.end_s == other.start_s for one, other in zip(first, first[1:], strict=False))
     assert (first[0].start_s, first[-1].end_s) == (0.0, profile.end_s)
     assert list(profile.stays("MOMENTUM")) == [
-        Stay(0, 0.0, profile.end_s, "CPU"),
-        Stay(1, 0.0, profile.end_s, "CPU"),
-        Stay(2, 0.0, profile.end_s, "GPU"),
+        TierInterval(0, 0.0, profile.end_s, "CPU"),
+        TierInterval(1, 0.0, profile.end_s, "CPU"),
+        TierInterval(2, 0.0, profile.end_s, "GPU"),
     ]
 
 

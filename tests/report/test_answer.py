@@ -42,7 +42,7 @@ def test_the_figures_that_matter_are_in_the_first_five_lines(width):
     ):
         assert told in first
     told = " ".join(" ".join(lines).split())
-    assert "save 12 GiB a process; in the background, this host memory for about 10 min 0 s" in told
+    assert "save 12 GiB per process; in the background, as much host memory for about 10 min 0 s" in told
 
 
 def test_narrow_fits_sizes_of_two_units_categories_and_markup():
@@ -63,7 +63,7 @@ def test_what_was_chosen_and_where_it_goes():
     text = text_of(answer(400))
     assert f"chosen  {' + '.join(answer(400)['strategy'])}" in text
     assert "400 compositions scored in 6.3 s, the fastest by estimate proven" in text
-    assert "nothing waits in its memory" in text
+    assert "no host memory is needed" in text
     assert "one that was not may be up to 4.0% faster" in text_of({**answer(400), "gap": 0.04})
     counted = " ".join(text_of({**answer(400), "num_legal": 22464}).split())
     assert "400 compositions scored in 6.3 s, proven best of 22,464 legal compositions" in counted

@@ -90,7 +90,7 @@ def test_rejections_are_shown_where_nothing_was_chosen():
 
 def test_what_takes_long_is_told_and_for_how_long(capsys, monkeypatch):
     monkeypatch.setattr(text, "AGAIN_S", 0.02)
-    with text.telling("searching", after_s=0.0):
+    with text.status_line("searching", after_s=0.0):
         deadline = time.monotonic() + 5
         while capsys.readouterr().err.count("searching …") == 0 and time.monotonic() < deadline:
             pass
@@ -100,6 +100,6 @@ def test_what_takes_long_is_told_and_for_how_long(capsys, monkeypatch):
 
 
 def test_what_takes_a_moment_is_not_told(capsys):
-    with text.telling("searching"):
+    with text.status_line("searching"):
         pass
     assert capsys.readouterr().err == ""

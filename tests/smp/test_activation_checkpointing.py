@@ -204,7 +204,7 @@ def test_layers_of_other_processes_are_called_as_they_are(two_partitions: Any) -
 
 
 def test_a_module_over_several_partitions(two_partitions: Any, caplog: pytest.LogCaptureFixture) -> None:
-    logs.say_once.cache_clear()
+    logs.log_once.cache_clear()
     two_partitions()
     net = model(2)
     outer = nn.Sequential(net, nn.Tanh())

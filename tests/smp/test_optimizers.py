@@ -403,7 +403,7 @@ def test_apexs_kernel_is_given_what_it_takes(
 
 
 def test_what_steps_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    logs.say_once.cache_clear()
+    logs.log_once.cache_clear()
     with caplog.at_level(logging.INFO, "atorch"):
         for _ in range(2):
             held = parameters()

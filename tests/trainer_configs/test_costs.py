@@ -22,7 +22,7 @@ def read(text, path):
 
 
 def cost_of(setup, batch=64):
-    return setup.strategy(8).cost(plain_cost(PROFILE, batch).but(**setup.traits.cost))
+    return setup.strategy(8).cost(plain_cost(PROFILE, batch).replace(**setup.traits.cost))
 
 
 def stage_2(path, micro=8, **zero):
@@ -39,7 +39,7 @@ def test_deepspeeds_stage_2_has_whole_parameters_alone(tmp_path):
     assert memory.masters + memory.optimizer == 12 * num_params / 8
     assert memory.transient == 0
     cost = stage_2(path, micro=1)
-    sent = {comm.kind: (comm.each_micro_batch, comm.overlap) for comm in cost.comm}
+    sent = {comm.kind: (comm.per_micro_batch, comm.overlap) for comm in cost.comm}
     assert sent == {"all_reduce": (True, 0.0), "all_gather": (False, 0.0)}
     assert any(comm.overlap for comm in stage_2(path, overlap_comm=True).comm)
 

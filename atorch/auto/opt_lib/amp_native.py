@@ -32,13 +32,13 @@ class AmpNative(Precision):
     skip_if_nonfinite: bool = False
     """bf16: skip steps whose gradients are not finite, as fp16 always does."""
 
-    exactness = "autocast"
+    precision_level = "autocast"
 
     @property
     def numbers(self) -> str:
         return (
-            f"matrix products and what else autocast lists are computed in {self.dtype}; parameters, gradients and "
-            "optimizer stay in fp32"
+            f"matmuls and the other operations that autocast lists are computed in {self.dtype}; parameters, gradients "
+            "and optimizer stay in fp32"
         )
 
     def cost(self, cost: Cost) -> Cost:
@@ -48,7 +48,7 @@ class AmpNative(Precision):
         """
         agreed = self.agree(cost) if self.dtype == "fp16" or self.skip_if_nonfinite else cost
         byte_factor, call_factor = (1.0, 1.0) if cost.in_autocast else (2 / 3, 5 / 4)
-        return agreed.but(
+        return agreed.replace(
             segments=cost.in_autocast or cost.segments,
             in_half=(),
             in_autocast=(),

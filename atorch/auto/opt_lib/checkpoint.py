@@ -2,7 +2,7 @@
 
 Memory: the activations inside the blocks shrink to the blocks' inputs, plus one block's activations while it is
 recomputed. Work: one more forward pass of the blocks (Chen et al. 2016, arXiv 1604.06174). With `selective`, results of
-products and attention are kept, and only the rest is recomputed (Korthikanti et al. 2022, arXiv 2205.05198).
+matmuls and attention are kept, and only the rest is recomputed (Korthikanti et al. 2022, arXiv 2205.05198).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class ActivationCheckpoint(Method):
     offload_to_cpu: bool = False
     """Keep the checkpointed inputs in (pinned) CPU memory."""
     selective: bool = False
-    """Keep the results of matrix products and attention as well, and recompute only the operations between them."""
+    """Keep the results of matmuls and attention as well, and recompute only the operations between them."""
     max_checkpoint_module_num: Annotated[int, Field(ge=1)] | None = None
     """Checkpoint at most this many modules, the first ones; None for all."""
 
@@ -76,12 +76,12 @@ class ActivationCheckpoint(Method):
     def cost(self, cost: Cost) -> Cost:
         """The blocks' inputs instead of their activations, those of the block being recomputed, and its forward again.
 
-        Selective recompute keeps the results of all products and of attention as well, and repeats only the rest.
+        Selective recompute keeps the results of all matmuls and of attention as well, and repeats only the rest.
         """
         most = self.max_checkpoint_module_num
         share = 1.0 if most is None or not cost.num_blocks else min(1.0, most / cost.num_blocks)
         keeps: Literal["inputs", "results", "nothing"] = "nothing" if self.offload_to_cpu else "inputs"
-        return cost.but(recompute=share, recompute_keeps="results" if self.selective else keeps)
+        return cost.replace(recompute=share, recompute_keeps="results" if self.selective else keeps)
 
     @classmethod
     def choices(cls, profile: ModelProfile, cluster: ClusterSpec) -> Iterable[Self]:

@@ -53,12 +53,12 @@ class Compile(Method):
         return "computes both at once: leave it out"
 
     def cost(self, cost: Cost) -> Cost:
-        """Fused operations inside the blocks: only traffic of products, and a third of the launches.
+        """Fused operations inside the blocks: only traffic of matmuls, and a third of the launches.
 
         Factors of launches and activations are empirical, from PyTorch 2 on transformers; a dry run corrects them.
         """
         left, inside = _fused(cost.segments)
-        return cost.but(
+        return cost.replace(
             compiled=True,
             traffic_scale=cost.traffic_scale * left,
             ops_scale=cost.ops_scale * (1 - inside * 2 / 3),
@@ -98,7 +98,7 @@ class Compile(Method):
 def _fused(segments: tuple[Segment, ...]) -> tuple[float, float]:
     """The share of all traffic that remains if blocks are fused, and the blocks' share of the forward FLOPs.
 
-    All operations between two products form one kernel. It reads results of products, writes as much for the next ones,
+    All operations between two matmuls form one kernel. It reads results of matmuls, writes as much for the next ones,
     and reads and writes the residual stream, twice a block. Attention scores that are written count as results: at most
     4 bytes each, one for 4 FLOPs per feature of a head. A model without blocks counts as one block.
     """

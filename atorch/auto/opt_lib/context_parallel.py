@@ -51,7 +51,7 @@ class ContextParallel(Method):
     def cost(self, cost: Cost) -> Cost:
         """The split. Without load balance, the last of c ranks has (2 c - 1) / c² of a causal triangle, not 1 / c."""
         cost = whole_outside(split_context(cost))
-        return cost if self.load_balance else cost.but(attention_load=2.0 - 1.0 / cost.context)
+        return cost if self.load_balance else cost.replace(attention_load=2.0 - 1.0 / cost.context)
 
     @classmethod
     def choices(cls, profile: ModelProfile, cluster: ClusterSpec) -> Iterable[Self]:

@@ -1,7 +1,7 @@
 """cross_entropy: the loss of a language model by chunks of tokens, so that all logits never exist together.
 
 Memory: logits, the parts that the loss saves, and their gradients exist for one chunk. The gradient of the head's
-weight exists from the loss on. Work: unchanged if the loss is one number for all tokens; otherwise one more product.
+weight exists from the loss on. Work: unchanged if the loss is one number for all tokens; otherwise one more matmul.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class CrossEntropy(Method):
     def cost(self, cost: Cost) -> Cost:
         """Logits of one chunk at a time, none of them saved, and the head's gradient from the loss on."""
         tokens = cost.batch_size / cost.traced_batch
-        return cost.but(segments=tuple(self._of_chunks(segment, tokens) for segment in cost.segments))
+        return cost.replace(segments=tuple(self._of_chunks(segment, tokens) for segment in cost.segments))
 
     def _of_chunks(self, segment: Segment, share: float) -> Segment:
         product = _product(segment)

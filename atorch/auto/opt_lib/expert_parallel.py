@@ -1,4 +1,4 @@
-"""expert_parallel: each process holds a part of a mixture's experts, and tokens are sent to them. For plans alone.
+"""expert_parallel: each process holds a part of a mixture's experts, and tokens are sent to them. Only for plans.
 
 Memory: (parameters + gradients + optimizer states) of experts / size; everything else stays as it is. The processes are
 neighbours that otherwise hold the same parameters (tensor × sequence × context × zero × data), as in Megatron-LM's
@@ -56,7 +56,7 @@ class ExpertParallel(Method):
         return None
 
     def cost(self, cost: Cost) -> Cost:
-        return cost.but(expert=self.size, expert_skew=self.skew, sends_once=self.dispatcher == "deepep")
+        return cost.replace(expert=self.size, expert_skew=self.skew, sends_once=self.dispatcher == "deepep")
 
     @classmethod
     def choices(cls, profile: ModelProfile, cluster: ClusterSpec) -> Iterable[Self]:
@@ -72,6 +72,6 @@ class ExpertParallel(Method):
             StrategyError: always.
         """
         raise StrategyError(
-            f"{self} is for plans alone: atorch has no program that divides experts yet. Leave it out, which leaves "
+            f"{self} is only for plans: atorch has no program that divides experts yet. Leave it out, which leaves "
             f"{ctx.strategy.without(self.name)}; or train with Megatron-LM or torchtitan"
         )

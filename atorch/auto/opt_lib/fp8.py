@@ -1,7 +1,7 @@
 """fp8: Linear layers multiply in 8-bit floats, by transformer-engine or torchao.
 
 Parameters and activations keep their dtypes, but fsdp and zero2 gather weights in 8 bits. On hardware with fp8,
-products of converted layers take little more than half the time of bf16. Casts of their inputs cost a part of the gain.
+matmuls of converted layers take little more than half the time of bf16. Casts of their inputs cost a part of the gain.
 Attention does not change. The output layer loses too much accuracy: {"exclude": ("lm_head",)}.
 """
 
@@ -76,7 +76,7 @@ class Fp8(Method):
     def _recipe(self) -> Fp8Recipe:
         return Fp8Recipe(**{field.name: getattr(self, field.name) for field in fields(Fp8Recipe)})
 
-    exactness = "fp8"
+    precision_level = "fp8"
 
     @property
     def numbers(self) -> str:
@@ -94,13 +94,13 @@ class Fp8(Method):
         return None
 
     def cost(self, cost: Cost) -> Cost:
-        """Products of converted layers in 8 bits, and the casts before them; emulation changes no cost."""
+        """Matmuls of converted layers in 8 bits, and the casts before them; emulation changes no cost."""
         if self.emulate:
             return cost
         is_delayed = self.backend == "te" or self.backend == "auto" and bool(self._recipe().delayed())
         outside = self.include is None and not self.exclude
         gathers = self.scaling == "tensorwise" and not is_delayed and self.fsdp_float8_all_gather is not False
-        return cost.but(
+        return cost.replace(
             fp8="delayed" if is_delayed else self.scaling,
             fp8_outside=outside,
             fp8_sent="none" if not gathers else "all" if outside else "blocks",

@@ -228,7 +228,7 @@ class Fsdp(Method):
             replicas = REPLICA_AXES
         gathered, reduced = self._itemsizes(cost)
         if self.cpu_offload or not isinstance(self.reshard_after_forward, bool | None):
-            cost = cost.but(fp8_sent="none")
+            cost = cost.replace(fp8_sent="none")
         cost = shard_cost(
             cost,
             axes=tuple(axis for axis in REPLICA_AXES if axis not in replicas),
@@ -238,8 +238,8 @@ class Fsdp(Method):
             keeps_gathered=self.reshard_after_forward is False or self.sharding_strategy in KEEPING,
         )
         if self.cpu_offload:
-            cost = cost.but(param_offload=1.0, optim_offload=1.0)
-        return reduce_once(cost.but(reduced_itemsize=reduced, grads_persist=False))
+            cost = cost.replace(param_offload=1.0, optim_offload=1.0)
+        return reduce_once(cost.replace(reduced_itemsize=reduced, grads_persist=False))
 
     def _itemsizes(self, cost: Cost) -> tuple[float, float]:
         """Bytes of a gathered and of a reduced element; by default, those of the precision method and of the cost."""

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class Half(Precision):
     """Cast model and inputs to fp16 or bf16."""
 
-    exactness = "half"
+    precision_level = "half"
 
     @property
     def numbers(self) -> str:
@@ -42,7 +42,7 @@ class Half(Precision):
         """
         agreed = self.agree(cost) if self.dtype == "fp16" else cost
         byte_factor = 1.0 if cost.in_half else 0.5  # of a profile that was traced only in fp32
-        return agreed.but(
+        return agreed.replace(
             segments=cost.in_half or cost.segments,
             in_half=(),
             in_autocast=(),
@@ -88,7 +88,7 @@ class Half(Precision):
         ctx = replace(
             ctx,
             compute_dtype=dtype,
-            unrounded=values,
+            fp32_values=values,
             loss_scale=scale,
             make_optimizer=make_optimizer,
             loss_func=loss_func,

@@ -96,11 +96,11 @@ class MicroBatch(Method):
         else:
             return cost
         count = float(math.ceil(cost.batch_size / rows))
-        cost = cost.but(num_micro_batches=count, batch_size=count * rows)
+        cost = cost.replace(num_micro_batches=count, batch_size=count * rows)
         in_buckets = cost.grads_persist and cost.grad_shards == 1 and not cost.gathered_itemsize
         if count > 1 and cost.stages == 1 and in_buckets and not cost.main_grad_itemsize:
             # Gradients accumulate outside of the buckets that ddp reduces, so both exist.
-            cost = cost.but(bucket_itemsize=cost.bucket_itemsize + cost.grad_itemsize)
+            cost = cost.replace(bucket_itemsize=cost.bucket_itemsize + cost.grad_itemsize)
         return cost if self.reduce == "each" else reduce_once(cost)
 
     @classmethod
@@ -157,9 +157,9 @@ class MicroBatch(Method):
                 self.loss_weight if self.loss_weight != "auto" else ctx.loss_weight,
                 tolerance_of(ctx.compute_dtype),
                 self.reduce,
-                lambda rule: ctx.rank_weight(rule, built.dataloader),
+                lambda rule: ctx.rescaler(rule, built.dataloader),
             )
-            return replace(built, loss_func=loss_func, weighs_ranks=True)
+            return replace(built, loss_func=loss_func, rescales_loss=True)
 
         return ctx.with_finish(finish)
 

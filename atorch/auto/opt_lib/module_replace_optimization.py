@@ -257,7 +257,7 @@ class ModuleReplace(Method):
         chosen = [REPLACEMENTS[name] for name in self._chosen()]
         fuses = cost.attention == "replaceable" and any(replacement.fuses_attention for replacement in chosen)
         may_fuse = cost.attention == "written" and any(replacement.takes_config for replacement in chosen)  # user pair
-        return cost.but(
+        return cost.replace(
             traffic_scale=0.9 * cost.traffic_scale,
             ops_scale=0.9 * cost.ops_scale,
             attention="fused" if fuses or may_fuse else cost.attention,

@@ -71,7 +71,7 @@ class Offload(Method):
     def unfit(self, cost: Cost) -> str | None:
         """Refuse parameters and optimizer states under chunk, which places them itself; activations are allowed."""
         if cost.budget_bytes < math.inf and (self.parameters or self.optimizer):
-            return "chunk decides which states wait in host memory; offload activations alone with it"
+            return "chunk decides which states wait in host memory; offload only activations with it"
         if self.activations and not _num_moved(self.activations, cost.num_blocks / cost.stages):
             return f"activations {self.activations:g} is less than one block of {cost.num_blocks / cost.stages:g}"
         return None
@@ -85,7 +85,7 @@ class Offload(Method):
         """Set the shares, from which transfers follow. Backward holds activations of two blocks: this and the next."""
         blocks = cost.num_blocks / cost.stages
         moved = _num_moved(self.activations, blocks) if blocks > 1 else 0.0
-        return cost.but(
+        return cost.replace(
             param_offload=self.parameters,
             optim_offload=self.optimizer,
             activation_offload=moved / blocks if moved else 0.0,
@@ -123,7 +123,7 @@ class Offload(Method):
             if other.places_states:
                 raise StrategyError(
                     f"offload was given optimizer with {other.name}, which decides itself which states wait in host "
-                    'memory; give it activations alone, ("offload", {"optimizer": 0.0, "activations": 1.0})'
+                    'memory; give it only activations, ("offload", {"optimizer": 0.0, "activations": 1.0})'
                 )
             if other.engine:
                 raise StrategyError(
@@ -143,7 +143,7 @@ class Offload(Method):
         from atorch.runtime.optimizer.user_optimizer import materialized
 
         self.check(ctx)
-        inner, on_host, values = ctx.make_optimizer, ctx.on_host, ctx.unrounded
+        inner, on_host, values = ctx.make_optimizer, ctx.on_host, ctx.fp32_values
         if not any(other.places_states for other in ctx.strategy):  # else it has moved activations already
             ctx = self.move_activations(ctx)
         if inner is None or self.optimizer == self.parameters:

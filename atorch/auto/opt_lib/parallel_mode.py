@@ -120,9 +120,9 @@ class ParallelMode(Method):
 
     def cost(self, cost: Cost) -> Cost:
         """Set the axes and a device's share of the samples; ranks exchange the counts that weight their losses."""
-        cost = cost.but(axes=dict(self.slices))
+        cost = cost.replace(axes=dict(self.slices))
         ranks = cost.size(*BATCH_AXES)
-        cost = cost.but(batch_size=cost.batch_size / ranks)
+        cost = cost.replace(batch_size=cost.batch_size / ranks)
         if cost.num_counts:
             cost = cost.send(Comm("all_reduce", BATCH_AXES, 8.0 * cost.num_counts * ranks))
         return cost

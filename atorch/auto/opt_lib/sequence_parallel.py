@@ -62,7 +62,7 @@ class SequenceParallel(Method):
     def cost(self, cost: Cost) -> Cost:
         if self.mode == "megatron":
             splits = cost.size("tensor") > 1
-            return cost.but(splits_norms=splits, held_gathers=2.0 * splits)  # before attention, and before the MLP
+            return cost.replace(splits_norms=splits, held_gathers=2.0 * splits)  # before attention, and before the MLP
         return whole_outside(split_sequence(cost))
 
     @classmethod

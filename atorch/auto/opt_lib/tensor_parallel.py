@@ -1,4 +1,4 @@
-"""tensor_parallel: each process computes a part of every matrix product, and the results are summed.
+"""tensor_parallel: each process computes a part of every matmul, and the results are summed.
 
 Memory: (parameters + gradients + optimizer states + activations) / tensor, from a column split to the next row split.
 Norms and residual streams stay full. Communication per block: two all-reduces of its activations in forward and two in
@@ -42,7 +42,7 @@ LAYOUT_KEY = "tensor_layout"
 
 @method("tensor_parallel", phase=Phase.TENSOR)
 class TensorParallel(Method):
-    """Split matrix products over the axis `tensor`."""
+    """Split matmuls over the axis `tensor`."""
 
     needs_sample: ClassVar[bool] = True
 
@@ -73,7 +73,7 @@ class TensorParallel(Method):
     def unfit(self, cost: Cost) -> str | None:
         """Require heads, key/value groups and experts that divide evenly."""
         if all(matmul.split == "none" for segment in cost.segments for matmul in segment.matmuls):
-            return "no matrix product of the model can be split over tensor"
+            return "no matmul of the model can be split over tensor"
         return indivisible(cost.segments, cost.size("tensor"), "tensor", experts=True)
 
     @property
@@ -81,9 +81,9 @@ class TensorParallel(Method):
         return self.parameter_bytes is not None
 
     def cost(self, cost: Cost) -> Cost:
-        """Split the products, from which messages follow. Blocks get full embeddings."""
+        """Split the matmuls, from which messages follow. Blocks get full embeddings."""
         split = split_tensor(cost, splits_norms=cost.splits_norms)
-        return split.but(whole_outside=True, gathers_logits=not self.loss_parallel)
+        return split.replace(whole_outside=True, gathers_logits=not self.loss_parallel)
 
     @classmethod
     def choices(cls, profile: ModelProfile, cluster: ClusterSpec) -> Iterable[Self]:
@@ -137,9 +137,7 @@ class TensorParallel(Method):
                     other.complete(ctx, layout)
         log_indivisible_parts(model)
         share_random_state(mesh.group("tensor"), ctx.device)
-        return replace(
-            ctx, parts=ctx.parts, layout=layout, learnt={**ctx.learnt, LAYOUT_KEY: written(layout, self._plan_knobs)}
-        )
+        return replace(ctx, layout=layout, metadata={**ctx.metadata, LAYOUT_KEY: written(layout, self._plan_knobs)})
 
     def _split(self, ctx: Context, model: nn.Module, **how: Any) -> ModelLayout:
         """Derive a layout, and split the model by it."""

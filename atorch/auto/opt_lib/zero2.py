@@ -66,12 +66,12 @@ class Zero2(Fsdp):
         DeepSpeed itself all-reduces them (zero/stage_1_and_2.py, `allreduce_and_scatter`) in every micro-batch.
         """
         if cost.keeps_whole:
-            cost = shard_optimizer(cost, reduces="all_reduce", each_micro_batch=True)
+            cost = shard_optimizer(cost, reduces="all_reduce", per_micro_batch=True)
         elif self.backend == "fsdp":
             return super().cost(cost)
         else:
             cost = shard_optimizer(cost, gathers="broadcast" if self.backend == "fairscale" else "all_gather")
-        return cost.but(grad_shards=cost.grad_shards * cost.size(*REPLICA_AXES))
+        return cost.replace(grad_shards=cost.grad_shards * cost.size(*REPLICA_AXES))
 
     def check_optimizer(self, ctx: Context) -> None:
         if self.backend == "fsdp":

@@ -12,7 +12,7 @@ from atorch.auto.planner.explanation import Change, MemoryLimits, single_changes
 from atorch.auto.planner.plan import ClusterPlan, Estimate, json_data
 from atorch.auto.planner.request import EXPERTS, PlanRequest
 from atorch.auto.planner.space import plannable, refusals, with_settings
-from atorch.auto.strategy import EXACTNESS, Strategy
+from atorch.auto.strategy import PRECISIONS, Strategy
 from atorch.cluster.spec import ClusterSpec
 from atorch.cost import ModelProfile, StepTimes, plain_cost
 from atorch.errors import NoFeasiblePlanError, StrategyError
@@ -79,14 +79,14 @@ def assess(profile: ModelProfile, cluster: ClusterSpec, strategy: Strategy, requ
         StrategyError: a name in the request is unknown.
     """
     batch = profile.batch_size * cluster.world_size if request.global_batch is None else request.global_batch
-    start = plain_cost(profile, batch, cluster.device.memory_bytes).but(**request.trainer_traits.cost)
+    start = plain_cost(profile, batch, cluster.device.memory_bytes).replace(**request.trainer_traits.cost)
     times = StepTimes(cluster)
     limits = MemoryLimits(usable_bytes(cluster, request.reserve), usable_host_bytes(cluster, request.reserve))
     doubt = EstimateUncertainty(start, cluster, times)
     estimate = doubt.with_band(strategy.methods, estimate_of(strategy.cost(start), cluster, times))
     short = limits.short(estimate)
     on_host = any(method.keeps_on_host for method in strategy)
-    precision = max((request.precision, *(method.exactness for method in strategy)), key=EXACTNESS.index)
+    precision = max((request.precision, *(method.precision_level for method in strategy)), key=PRECISIONS.index)
     knobs = {name: getattr(request, name) for name in ("excluded", "target")}
     host_memory = request.host_memory if request.host_memory is not None else short is not None or on_host
     space = with_settings(plannable(profile, cluster, precision=precision, host_memory=host_memory, **knobs), strategy)

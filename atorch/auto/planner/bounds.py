@@ -82,7 +82,7 @@ class Bounds:
 
     def least_seconds(self, node: SearchNode) -> float:
         """A lower bound on the seconds of a step of all compositions below a node at the depth of bounds."""
-        return self._seconds_of_any(self._compiled(node.cost.but(cast_traffic_bytes=0.0)))
+        return self._seconds_of_any(self._compiled(node.cost.replace(cast_traffic_bytes=0.0)))
 
     def parts(self, node: SearchNode) -> Iterator[LowerBound]:
         """The parts of a node at the depth of bounds, by recomputation."""
@@ -93,8 +93,8 @@ class Bounds:
                 yield from self._settled(part._replace(is_settled=True))
                 continue
             compiled, alone = self._compiled(cost), {"grad_itemsize": 0.0, "cast_itemsize": 0.0}
-            finest = compiled.but(num_micro_batches=max(1.0, compiled.batch_size))
-            short = min((self._short(fold(finest).but(**alone)) for _, fold in self._ways(part)), default=None)
+            finest = compiled.replace(num_micro_batches=max(1.0, compiled.batch_size))
+            short = min((self._short(fold(finest).replace(**alone)) for _, fold in self._ways(part)), default=None)
             if short is None:
                 continue  # no use of the host is legal with the node's methods
             if short > 0:
@@ -110,9 +110,9 @@ class Bounds:
         depth, _ = self._below[MicroBatch]
         quick = part.shard(self._compiled(_without_reductions(part.cost)))
         for number, choices in self._numbers(part.cost).items():
-            cost = part.cost.but(num_micro_batches=number)
+            cost = part.cost.replace(num_micro_batches=number)
             piece = part._replace(only={**part.only, depth: choices}, cost=cost, is_settled=True)
-            seconds = self._seconds(quick.but(num_micro_batches=number))
+            seconds = self._seconds(quick.replace(num_micro_batches=number))
             if seconds > enough_s:
                 yield piece._replace(seconds=seconds)
             else:
@@ -165,7 +165,7 @@ class Bounds:
             name: max(getattr(way, name) for way in ways) for name in ("param_shards", "grad_shards", "optim_shards")
         }
         least = {name: min(getattr(way, name) for way in ways) for name in ("cast_itemsize", "cast_traffic_bytes")}
-        return lambda cost: cost.but(**most, **least)
+        return lambda cost: cost.replace(**most, **least)
 
     def _compiled(self, cost: Cost) -> Cost:
         return next((choice.method.cost(cost) for choice in self._legal(Compile, cost)), cost)
@@ -220,7 +220,7 @@ class Bounds:
         quick = _without_reductions(cost)
         if MicroBatch not in self._below:
             return self._seconds(quick)
-        one = self.times.of(quick.but(num_micro_batches=1.0))
+        one = self.times.of(quick.replace(num_micro_batches=1.0))
         finest_s = one.bubble_s / max(1.0, cost.batch_size)
         return (one.total_s - one.optimizer_s - one.bubble_s + finest_s) * (1 - SLACK)
 
@@ -230,8 +230,8 @@ def _without_reductions(cost: Cost) -> Cost:
 
     Gradient reductions are left out, since micro-batches change their time and kind.
     """
-    gathers = tuple(comm for comm in cost.comm if comm.each_micro_batch and comm.kind == "all_gather")
-    return cost.but(
+    gathers = tuple(comm for comm in cost.comm if comm.per_micro_batch and comm.kind == "all_gather")
+    return cost.replace(
         comm=gathers, param_offload=0.0, optim_offload=0.0, activation_offload=0.0, budget_bytes=math.inf,
         grad_itemsize=0.0,
     )  # fmt: skip

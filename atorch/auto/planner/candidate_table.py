@@ -59,7 +59,6 @@ class CandidateTable:
 
     @property
     def fitting(self) -> list[int]:
-        """The rows that fit."""
         return [row for row, binds in enumerate(self.binds) if binds == FITS]
 
     def why(self) -> list[str]:

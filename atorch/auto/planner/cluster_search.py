@@ -77,7 +77,7 @@ def answer(
         raise NoFeasiblePlanError(f"nothing fits{within} on {question.cluster.world_size} × {cluster.device.name}")
     if not rows and request.max_step:
         asked = question
-        question, space, found = _searched(asked.but(max_step=None), breadth=1, most=MOST)
+        question, space, found = _searched(asked.with_request(max_step=None), breadth=1, most=MOST)
         if found.columns.fitting:
             raise _too_slow(asked, found)
     if not rows:
@@ -92,11 +92,11 @@ def beside_experts(job: PlanJob, plan: ClusterPlan) -> Iterator[str]:
     if EXPERTS in plan.strategy.names():
         given = {name: getattr(request, name) for name in ("fixed", "extend")}
         less = {name: strategy and strategy.without(EXPERTS) for name, strategy in given.items()}
-        job = job.but(included=tuple(name for name in request.included if name != EXPERTS), **less)
+        job = job.with_request(included=tuple(name for name in request.included if name != EXPERTS), **less)
     elif not job.has_experts or EXPERTS in request.excluded or request.fixed is not None:
         return
     else:
-        job = job.but(included=(*request.included, EXPERTS))
+        job = job.with_request(included=(*request.included, EXPERTS))
     step_s, told = math.inf, "nothing fits"
     with suppress(StrategyError):
         _, _, found = _searched(
@@ -106,11 +106,11 @@ def beside_experts(job: PlanJob, plan: ClusterPlan) -> Iterator[str]:
             step_s = float(found.columns.step_s[row])
             told = f"{format_seconds(step_s)}, by {Strategy(found.columns.methods[row])}"
     if EXPERTS in plan.strategy.names():
-        yield f"{EXPERTS} is for plans alone: atorch cannot apply it yet; the best that it can: {told}"
+        yield f"{EXPERTS} is only for plans: atorch cannot apply it yet; the best that it can: {told}"
     elif step_s < plan.estimate.step_s:
-        yield f"with {EXPERTS}, which is for plans alone, a step would take {told} (plan it with --include {EXPERTS})"
+        yield f"with {EXPERTS}, which is only for plans, a step would take {told} (plan it with --include {EXPERTS})"
     else:
-        yield f"{EXPERTS}, which is for plans alone, would not make it faster"
+        yield f"{EXPERTS}, which is only for plans, would not make it faster"
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class _Question(PlanJob):
     @property
     def start(self) -> Cost:
         cost = plain_cost(self.profile, self.global_batch, self.cluster.device.memory_bytes)
-        return cost.but(**self.request.trainer_traits.cost)
+        return cost.replace(**self.request.trainer_traits.cost)
 
     @property
     def limits(self) -> MemoryLimits:
@@ -166,11 +166,11 @@ def _searched(question: _Question, **wanted: Any) -> _Search:
     plain = _without_host(question, wanted) if allowed is None else None
     if plain is not None:
         return plain
-    question = question.but(host_memory=allowed is not False)
+    question = question.with_request(host_memory=allowed is not False)
     if objective in _MEASURES:
         question = replace(question, cluster=_best_part(question, _MEASURES[objective]))
     if allowed:
-        plain = _without_host(question.but(objective="step_time"), wanted)
+        plain = _without_host(question.with_request(objective="step_time"), wanted)
     limit_s = math.inf if plain is None else plain[2].least_s / (1 + WORTH)
     space = question.space()
     found = question.found(space, limit_s=limit_s, **wanted)
@@ -179,7 +179,7 @@ def _searched(question: _Question, **wanted: Any) -> _Search:
 
 def _without_host(question: _Question, wanted: Mapping[str, Any]) -> _Search | None:
     try:
-        plain = _searched(question.but(host_memory=False), **{**wanted, "nearest": False})
+        plain = _searched(question.with_request(host_memory=False), **{**wanted, "nearest": False})
     except StrategyError:
         return None
     return plain if plain[2].columns.fitting else None

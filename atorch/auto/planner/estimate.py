@@ -19,7 +19,7 @@ from statistics import NormalDist
 from atorch.auto.opt_lib.parallel_mode import ParallelMode
 from atorch.auto.opt_lib.shared.defaults import SLOT, complete, disagreement
 from atorch.auto.planner.candidate_table import TIE, CandidateTable, preferred
-from atorch.auto.planner.plan import Estimate, Measuring
+from atorch.auto.planner.plan import Estimate, MeasurementValue
 from atorch.auto.strategy import Method, Strategy
 from atorch.cluster.spec import ClusterSpec
 from atorch.cost import Cost, ModelProfile, StepTime, StepTimes, peak_memory
@@ -178,19 +178,19 @@ class EstimateUncertainty:
         ties = [row for row in near if self.chance(columns, row, chosen) >= CLEAR]
         return sorted(ties, key=lambda row: (len(columns.methods[row]), columns.step_s[row]))
 
-    def decisive(self, columns: CandidateTable, chosen: int) -> tuple[Measuring, ...]:
+    def decisive(self, columns: CandidateTable, chosen: int) -> tuple[MeasurementValue, ...]:
         """The run and the calibration with the largest expected savings, if they save anything."""
         others = [row for row in _near(columns) if row != chosen]
         if not others:
             return ()
         against = {row: self._against(columns, row, chosen) for row in others}
         run = max(others, key=lambda row: _saved(*against[row]))
-        of_run = Measuring(saves=_saved(*against[run]), strategy=Strategy(columns.methods[run]))
+        of_run = MeasurementValue(saves=_saved(*against[run]), strategy=Strategy(columns.methods[run]))
         slower = [lag for lag, _ in against.values()]
         mine = self.shares(columns.methods[chosen])
         yours = [self.shares(columns.methods[row]) for row in others]
         moves = {kind: [self._uncertainty.of_kind(kind, mine, theirs) for theirs in yours] for kind in KINDS}
-        of_kinds = [Measuring(saves=_saved_by_kind(slower, moves[kind]), kind=kind) for kind in KINDS]
+        of_kinds = [MeasurementValue(saves=_saved_by_kind(slower, moves[kind]), kind=kind) for kind in KINDS]
         best = max(of_kinds, key=lambda measuring: measuring.saves)
         decisive = (measuring for measuring in (of_run, best) if measuring.saves >= LEAST_SAVED)
         return tuple(sorted(decisive, key=lambda measuring: -measuring.saves))

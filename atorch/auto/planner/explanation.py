@@ -19,7 +19,7 @@ from atorch.auto.planner.estimate import estimate_of, needs
 from atorch.auto.planner.plan import Counterfactual, Estimate
 from atorch.auto.planner.request import EXPERTS, PlanJob
 from atorch.auto.planner.space import MESH, Level, SearchNode, Space
-from atorch.auto.strategy import EXACTNESS, Method
+from atorch.auto.strategy import PRECISIONS, Method
 from atorch.cost import Cost, ModelProfile, Segment, StepTimes, peak_memory
 from atorch.units import format_bytes, format_seconds
 
@@ -108,7 +108,7 @@ def _why(base: Estimate, estimate: Estimate) -> str:
 
 
 _NAMES: Mapping[str, str] = {
-    "matmul": "time in matrix products",
+    "matmul": "time in matmuls",
     "traffic": "time in memory traffic",
     "launch": "time in launches",
     "bubble": "the pipeline's bubble",
@@ -246,11 +246,11 @@ def _allowed(job: J) -> Iterator[tuple[str, J]]:
     request = job.request
     for name in request.excluded:
         rest = tuple(other for other in request.excluded if other != name)
-        yield f"allow {name}, which is excluded", job.but(excluded=rest)
+        yield f"allow {name}, which is excluded", job.with_request(excluded=rest)
     if not request.host_memory:
-        yield "allow host memory (host_memory=True, --host-memory)", job.but(host_memory=True)
-    if EXACTNESS.index(request.precision) < EXACTNESS.index("half"):
-        yield 'allow 16-bit parameters (precision="half", --precision half)', job.but(precision="half")
+        yield "allow host memory (host_memory=True, --host-memory)", job.with_request(host_memory=True)
+    if PRECISIONS.index(request.precision) < PRECISIONS.index("half"):
+        yield 'allow 16-bit parameters (precision="half", --precision half)', job.with_request(precision="half")
 
 
 def _smaller_batches(job: J) -> Iterator[tuple[str, J]]:
@@ -258,7 +258,7 @@ def _smaller_batches(job: J) -> Iterator[tuple[str, J]]:
     for share in FACTORS:
         if job.global_batch % share == 0:
             batch = job.global_batch // share
-            yield f"use a global batch of {batch} instead of {job.global_batch}", job.but(global_batch=batch)
+            yield f"use a global batch of {batch} instead of {job.global_batch}", job.with_request(global_batch=batch)
 
 
 def _shorter_sequences(job: J) -> Iterator[tuple[str, J]]:
@@ -266,7 +266,7 @@ def _shorter_sequences(job: J) -> Iterator[tuple[str, J]]:
     for share in FACTORS:
         if length and length % share == 0 and length // share >= 1:
             text = f"use sequences of {length // share} instead of {length} tokens"
-            same_batch = job.but(global_batch=job.global_batch)
+            same_batch = job.with_request(global_batch=job.global_batch)
             yield text, replace(same_batch, profile=_shortened(job.profile, share))
 
 
@@ -280,8 +280,8 @@ def _larger_clusters(job: J) -> Iterator[tuple[str, J]]:
 def _experts(job: J) -> Iterator[tuple[str, J]]:
     request = job.request
     if job.has_experts and EXPERTS not in (*request.included, *request.excluded):
-        text = f"train with a program that has {EXPERTS}, which is for plans alone here (--include {EXPERTS})"
-        yield text, job.but(included=(*request.included, EXPERTS))
+        text = f"train with a program that has {EXPERTS}, which is only for plans here (--include {EXPERTS})"
+        yield text, job.with_request(included=(*request.included, EXPERTS))
 
 
 def _shortened(profile: ModelProfile, share: int) -> ModelProfile:

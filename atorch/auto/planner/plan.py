@@ -97,7 +97,7 @@ class Baseline:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measuring:
+class MeasurementValue:
     """The expected value of one measurement for the choice: of a strategy, or of a kind of work."""
 
     saves: float  # expected saving, as a share of a step: it may reveal that another composition is faster
@@ -175,7 +175,7 @@ class ClusterPlan(Plan):
     usable_bytes: float  # of a device, without the reserve
     ranking: tuple[Scored, ...]  # the best that fit, the chosen one first
     near_ties: tuple[Scored, ...]  # compositions too likely to be faster to distinguish, the simplest first
-    decisive: tuple[Measuring, ...]  # measurements that would decide between them, the largest saving first
+    decisive: tuple[MeasurementValue, ...]  # measurements that would decide between them, the largest saving first
     counterfactuals: tuple[Counterfactual, ...]
     counts_by_axis: Mapping[str, Mapping[str, int]]  # axis or slot → value → scored compositions that have it
     candidates: CandidateTable  # all that were scored

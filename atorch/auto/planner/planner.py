@@ -23,12 +23,12 @@ from atorch.auto.planner.dry_runs.dry_run_loop import DryRunLoop, SearchJob
 from atorch.auto.planner.dry_runs.fault_barrier import Coordinator, forget_compiled, quick_collections
 from atorch.auto.planner.dry_runs.step_timing import DryRuns, Failure, measure
 from atorch.auto.planner.dry_runs.time_budget import DEFAULT_STEPS, Calibration, Past, Starts, TimeBudget, job_of
-from atorch.auto.planner.dry_runs.trial import Feed, aside
+from atorch.auto.planner.dry_runs.trial import BatchCache, parked_on_host
 from atorch.auto.planner.estimate import usable_bytes
 from atorch.auto.planner.plan import Baseline, Measurement, Plan, Scored, json_data
-from atorch.auto.planner.ranking import Ranking, RankingSummary, Wanted, best_level, gain_of_half, methods_of
+from atorch.auto.planner.ranking import Ranking, RankingSummary, SearchLimits, best_level, gain_of_half, methods_of
 from atorch.auto.reference_step import ReferenceStep, plain_pass
-from atorch.auto.strategy import EXACTNESS, METHODS, Exactness, Strategy
+from atorch.auto.strategy import METHODS, PRECISIONS, PrecisionLevel, Strategy
 from atorch.cluster.spec import ClusterSpec
 from atorch.cost import Cost, ModelProfile, plain_cost
 from atorch.distributed.collectives import from_rank_zero
@@ -49,7 +49,7 @@ def search(
     excluded: Iterable[str] | None = None,
     included: Iterable[str] | None = None,
     fixed: Strategy | None = None,
-    precision: Exactness | None = None,
+    precision: PrecisionLevel | None = None,
     time_limit: float | None = None,
     verbose: bool = False,
     progress: Show | None = None,
@@ -82,14 +82,14 @@ def search(
             "seconds, for another limit",
             format_seconds(clock.whole), DEFAULT_STEPS,
         )  # fmt: skip
-    wanted = Wanted(excluded=excluded, included=included, fixed=fixed, precision=precision)
+    wanted = SearchLimits(excluded=excluded, included=included, fixed=fixed, precision=precision)
     shown: AbstractContextManager[Show | None] = nullcontext(progress)
     if progress is None and ctx.world.rank == 0:
         with preserved_rng():  # importing rich draws a number
             from atorch.report.text import search_progress
         shown = search_progress(verbose=verbose)
     with preserved_rng(), quick_collections(), shown as show:
-        feed = Feed(ctx)
+        feed = BatchCache(ctx)
         coordinator = Coordinator(ctx.world)
         try:
             # Only numbers are broadcast, no strategies: a user's method may be of a class that cannot be pickled.
@@ -100,14 +100,14 @@ def search(
             ranking = _ranked(coordinator, profile, start, cluster, wanted)
             _need_one_that_fits(ranking, ctx, profile, wanted)
             if verify or ctx.world.size > 1:
-                first = Feed(ctx, num_batches=1)
+                first = BatchCache(ctx, num_batches=1)
                 expected = plain_pass(ctx, ctx.world.size, lambda: first.batches(0, 1)[0])
                 unheld = ReferenceStep(why_not="verify=False was given", communicates=expected.communicates)
                 ctx = replace(ctx, plain_pass=expected if verify else unheld)
             past = Past(
                 job_of(start), coordinator.run_on_rank0(lambda: () if calibration is None else calibration.read())
             )
-            with aside(ctx) as copied:
+            with parked_on_host(ctx) as copied:
                 job = SearchJob(
                     cluster=cluster, coordinator=coordinator, candidates=ranking.fitting, clock=clock,
                     epoch=lambda: feed.epoch, given=fixed, past=past,
@@ -128,7 +128,7 @@ def search(
 
 
 def _ranked(
-    coordinator: Coordinator, profile: ModelProfile, start: Cost, cluster: ClusterSpec, wanted: Wanted
+    coordinator: Coordinator, profile: ModelProfile, start: Cost, cluster: ClusterSpec, wanted: SearchLimits
 ) -> Ranking:
     """The compositions that fit, computed on rank 0 and broadcast."""
     rankings: list[Ranking] = []
@@ -162,9 +162,9 @@ def dry_run(ctx: Context, strategy: Strategy) -> Measurement:
     """
     with preserved_rng(), quick_collections():
         coordinator = Coordinator(ctx.world)
-        feed = Feed(ctx)
+        feed = BatchCache(ctx)
         ctx = replace(ctx, sample_batch=coordinator.run_on_rank0(lambda: sample_of(ctx, feed)))
-        with aside(ctx) as copied:
+        with parked_on_host(ctx) as copied:
             trial = DryRuns(copied, coordinator, feed).trial(strategy, math.inf)
             try:
                 outcome = measure(trial, math.inf, None)
@@ -177,7 +177,7 @@ def dry_run(ctx: Context, strategy: Strategy) -> Measurement:
     return outcome
 
 
-def starting_point(ctx: Context, feed: Feed) -> tuple[ModelProfile, Cost]:
+def starting_point(ctx: Context, feed: BatchCache) -> tuple[ModelProfile, Cost]:
     """The model's profile, and the cost of plain training on the global batch."""
     size = ctx.world.size
     batch = sample_of(ctx, feed)
@@ -196,12 +196,12 @@ def starting_point(ctx: Context, feed: Feed) -> tuple[ModelProfile, Cost]:
     return profile, plain_cost(profile, batch_size(batch) * size, ctx.cluster.device.memory_bytes)
 
 
-def sample_of(ctx: Context, feed: Feed) -> Any:
+def sample_of(ctx: Context, feed: BatchCache) -> Any:
     """The batch for observing the model: the user's `sample_batch`, or rank 0's first."""
     return feed.batches(0, ctx.world.size)[0] if ctx.sample_batch is None else ctx.sample_batch
 
 
-def _need_one_that_fits(ranking: Ranking, ctx: Context, profile: ModelProfile, wanted: Wanted) -> None:
+def _need_one_that_fits(ranking: Ranking, ctx: Context, profile: ModelProfile, wanted: SearchLimits) -> None:
     if ranking.fitting:
         return
     rejected = [json_data(entry) for entry in ranking.rejected]
@@ -219,14 +219,14 @@ def _need_one_that_fits(ranking: Ranking, ctx: Context, profile: ModelProfile, w
     )
 
 
-def _remedy(wanted: Wanted, *more: str) -> str:
+def _remedy(wanted: SearchLimits, *more: str) -> str:
     excluded, included = list(wanted.excluded or ()), list(wanted.included or ())
     ways = [*more]
     ways += [f"allow some of what is excluded ({', '.join(excluded)})"] if excluded else []
     ways += [f"leave out some of what is included ({', '.join(included)})"] if included else []
     if wanted.fixed is not None:
         ways.append(f"search other methods than {', '.join(wanted.fixed.names()) or 'none'}, without finetune_strategy")
-    if wanted.precision not in (None, EXACTNESS[-1]):
+    if wanted.precision not in (None, PRECISIONS[-1]):
         ways.append(f"allow less exact numbers than precision={wanted.precision!r}")
     return "; or ".join(ways).capitalize()
 
@@ -234,7 +234,7 @@ def _remedy(wanted: Wanted, *more: str) -> str:
 def _plan(
     ranking: Ranking,
     explorer: DryRunLoop,
-    wanted: Wanted,
+    wanted: SearchLimits,
     seconds: float,
     expected: ReferenceStep | None,
     more: Callable[[Scored], Iterator[str]],
@@ -280,7 +280,7 @@ def _plan(
     )
 
 
-def _notes(explorer: DryRunLoop, chosen: int, wanted: Wanted) -> Iterator[str]:
+def _notes(explorer: DryRunLoop, chosen: int, wanted: SearchLimits) -> Iterator[str]:
     job = explorer.job
     if chosen not in explorer.measured:
         expected, low, high = (format_seconds(explorer.step_s(chosen, deviations)) for deviations in (0.0, -1.28, 1.28))
@@ -291,11 +291,11 @@ def _notes(explorer: DryRunLoop, chosen: int, wanted: Wanted) -> Iterator[str]:
         logger.warning("%s is unmeasured: a step is expected to take %s", job.candidates[chosen].strategy, expected)
     if job.clock.limit is None:
         yield f"no time_limit was given; the search had {format_seconds(job.clock.whole)}"
-    level = max((EXACTNESS.index(method.exactness) for method in job.candidates[chosen].strategy), default=0)
-    if wanted.precision is None and wanted.fixed is None and level > EXACTNESS.index("autocast"):
-        included = {name for name in wanted.included or () if METHODS[name].exactness == EXACTNESS[level]}
+    level = max((PRECISIONS.index(method.precision_level) for method in job.candidates[chosen].strategy), default=0)
+    if wanted.precision is None and wanted.fixed is None and level > PRECISIONS.index("autocast"):
+        included = {name for name in wanted.included or () if METHODS[name].precision_level == PRECISIONS[level]}
         if not included:
-            yield f"nothing more exact than {EXACTNESS[level]} fits in memory"
+            yield f"nothing more exact than {PRECISIONS[level]} fits in memory"
 
 
 def _nothing_ran(ranking: Ranking, explorer: DryRunLoop) -> NoFeasiblePlanError:

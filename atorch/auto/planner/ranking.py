@@ -20,7 +20,7 @@ from atorch.auto.planner.candidate_table import TIE
 from atorch.auto.planner.estimate import estimate_of, needs, usable_bytes, usable_host_bytes
 from atorch.auto.planner.plan import Rejected, Scored
 from atorch.auto.planner.space import Space, compositions
-from atorch.auto.strategy import EXACTNESS, METHODS, Exactness, Method, Phase, Strategy
+from atorch.auto.strategy import METHODS, PRECISIONS, Method, Phase, PrecisionLevel, Strategy
 from atorch.cluster.spec import ClusterSpec
 from atorch.cost import Cost, ModelProfile
 from atorch.distributed.mesh import BATCH_AXES
@@ -46,7 +46,7 @@ class Ranking:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wanted:
+class SearchLimits:
     """The user's limits on the space of a search: see `space.compositions`.
 
     precision: the lowest precision; None for autocast, and for lower ones only if nothing else fits.
@@ -55,20 +55,20 @@ class Wanted:
     excluded: Iterable[str] | None = None
     included: Iterable[str] | None = None
     fixed: Strategy | None = None
-    precision: Exactness | None = None
+    precision: PrecisionLevel | None = None
 
     @property
-    def levels(self) -> tuple[Exactness, ...]:
-        """The allowed exactness, followed by less exact ones for the case that nothing fits."""
-        return EXACTNESS[EXACTNESS.index("autocast") :] if self.precision is None else (self.precision,)
+    def levels(self) -> tuple[PrecisionLevel, ...]:
+        """The allowed precision, followed by less exact ones for the case that nothing fits."""
+        return PRECISIONS[PRECISIONS.index("autocast") :] if self.precision is None else (self.precision,)
 
-    def space(self, profile: ModelProfile, cluster: ClusterSpec, precision: Exactness) -> Space:
+    def space(self, profile: ModelProfile, cluster: ClusterSpec, precision: PrecisionLevel) -> Space:
         return compositions(
             profile, cluster, excluded=self.excluded, included=self.included, fixed=self.fixed, precision=precision
         )
 
 
-def best_level(profile: ModelProfile, start: Cost, cluster: ClusterSpec, wanted: Wanted) -> Ranking:
+def best_level(profile: ModelProfile, start: Cost, cluster: ClusterSpec, wanted: SearchLimits) -> Ranking:
     """The ranking for the most exact numbers in which anything fits, or for the most exact of all if nothing does."""
     first: Ranking | None = None
     for level in wanted.levels:
@@ -80,7 +80,9 @@ def best_level(profile: ModelProfile, start: Cost, cluster: ClusterSpec, wanted:
     return first
 
 
-def ranked(profile: ModelProfile, start: Cost, cluster: ClusterSpec, wanted: Wanted, precision: Exactness) -> Ranking:
+def ranked(
+    profile: ModelProfile, start: Cost, cluster: ClusterSpec, wanted: SearchLimits, precision: PrecisionLevel
+) -> Ranking:
     """The ranking of all compositions, or of the most promising in a large space."""
     space = wanted.space(profile, cluster, precision)
     limit, candidates = usable_bytes(cluster), _scored(space, start, cluster)
@@ -140,7 +142,7 @@ def simplest(candidates: Sequence[Scored], requested: Strategy | None = None) ->
         seconds = candidates[index].estimate.step_s
         is_other = requested is None or strategy != requested
         split = {axis for method in strategy for axis in method.splits}.difference(BATCH_AXES)
-        level = max((EXACTNESS.index(method.exactness) for method in strategy), default=0)
+        level = max((PRECISIONS.index(method.precision_level) for method in strategy), default=0)
         return is_other, level, compiles(strategy), len(split), extras > 0, seconds, extras
 
     return sorted(range(len(candidates)), key=simplicity)
@@ -158,14 +160,16 @@ def _extras(strategy: Strategy) -> list[Method]:
 
 
 def gain_of_half(
-    taken: Scored, profile: ModelProfile, start: Cost, cluster: ClusterSpec, wanted: Wanted
+    taken: Scored, profile: ModelProfile, start: Cost, cluster: ClusterSpec, wanted: SearchLimits
 ) -> Iterator[str]:
     """A note on the gain of 16-bit weights over a choice that trains under autocast, unless it is a tie."""
-    named = {METHODS[name].exactness for name in (*(wanted.excluded or ()), *(wanted.included or ()))}
+    named = {METHODS[name].precision_level for name in (*(wanted.excluded or ()), *(wanted.included or ()))}
     if wanted.precision not in (None, "autocast") or wanted.fixed is not None or named & {"autocast", "half"}:
         return
     space = wanted.space(profile, cluster, "half")
-    halves = (choice.method for level in space.levels if level.kind.exactness == "half" for choice in level.choices)
+    halves = (
+        choice.method for level in space.levels if level.kind.precision_level == "half" for choice in level.choices
+    )
     if not taken.strategy.uses("autocast") or (half := next(halves, None)) is None:
         return
     node = space.follow(taken.strategy.with_method(half).methods, start)

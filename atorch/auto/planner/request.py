@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from atorch import trainer_configs
 from atorch.auto.opt_lib.shared.defaults import SLOT as DATA_PARALLEL
-from atorch.auto.strategy import EXACTNESS, METHODS, Exactness, Strategy
+from atorch.auto.strategy import METHODS, PRECISIONS, PrecisionLevel, Strategy
 from atorch.cluster.spec import ClusterSpec
 from atorch.cost import ModelProfile
 from atorch.cost.adapted_profile import ALL_LINEAR, AdapterTarget, targets_of
@@ -33,7 +33,7 @@ RECIPE = ("lora", "qlora", "optimizer", "dtype", "attention")
 """Knobs that say how a model known by its shape is trained."""
 RANK = 16
 EXPERTS = "expert_parallel"
-"""The method that is for plans alone."""
+"""The method that is only for plans."""
 REFUSE: Mapping[str | None, tuple[str, ...]] = {
     "adafactor": ("chunk", "fsdp", "tensor_parallel", "zero2"),
     "muon": ("chunk", "tensor_parallel"),
@@ -49,7 +49,7 @@ class PlanRequest:
         objective: "step_time" and "throughput" choose the fastest step, which is the same at a given batch. "cost":
             the least device-seconds a step, on the cluster or a part of it. "fewest_devices": the smallest part that
             fits, and the fastest there.
-        lora: the rank of adapters beside frozen weights, or "RANK:targets", such as "16:q,v"; by default beside every
+        lora: the rank of adapters on frozen weights, or "RANK:targets", such as "16:q,v"; by default on every
             linear layer of blocks. `qlora` freezes them in 4 bits.
         optimizer, dtype, attention: as `CHOICES` has them; of models that are known by their shape, like `lora`.
         cross_entropy: "chunked" includes the method cross_entropy.
@@ -67,7 +67,7 @@ class PlanRequest:
     included: Any = None
     fixed: Any = None  # a Strategy or None once it is made
     extend: Any = None
-    precision: Exactness = "half"
+    precision: PrecisionLevel = "half"
     host_memory: bool | None = None
     objective: Objective = "step_time"
     reserve: float = RESERVE
@@ -97,7 +97,7 @@ class PlanRequest:
             )
         if verify is not None and (not isinstance(verify, int) or not 0 <= verify <= MAX_SIMULATED):
             raise ArgumentError(f"verify is {shown(verify)}; it is how many are simulated, from 0 to {MAX_SIMULATED}")
-        for name, allowed in {"objective": OBJECTIVES, "precision": EXACTNESS, **CHOICES}.items():
+        for name, allowed in {"objective": OBJECTIVES, "precision": PRECISIONS, **CHOICES}.items():
             value = getattr(self, name)
             if value not in allowed and (value is not None or name not in CHOICES):
                 raise ArgumentError(f"{name} is {value!r}; {near_miss(str(value), allowed)}")
@@ -156,7 +156,7 @@ class PlanJob:
     cluster: ClusterSpec
     request: PlanRequest
 
-    def but(self, **knobs: Any) -> Self:
+    def with_request(self, **knobs: Any) -> Self:
         """The same job with other knobs."""
         return replace(self, request=replace(self.request, **knobs))
 
@@ -194,10 +194,10 @@ def others(fixed: Strategy) -> Iterable[str]:
     return (name for name in METHODS if name not in completing and name not in fixed.names())
 
 
-def less_exact(precision: Exactness) -> tuple[str, ...]:
+def less_exact(precision: PrecisionLevel) -> tuple[str, ...]:
     """Names of the methods that train in less exact numbers."""
-    allowed = EXACTNESS.index(precision)
-    return tuple(name for name in METHODS if EXACTNESS.index(METHODS[name].exactness) > allowed)
+    allowed = PRECISIONS.index(precision)
+    return tuple(name for name in METHODS if PRECISIONS.index(METHODS[name].precision_level) > allowed)
 
 
 def names_in(given: Iterable[str] | None, argument: str) -> tuple[str, ...]:
@@ -210,8 +210,8 @@ def names_in(given: Iterable[str] | None, argument: str) -> tuple[str, ...]:
     for name in names:
         if not isinstance(name, str):
             raise StrategyError(
-                f"{argument} has {shown(name)}; it has names of methods alone, as ['fsdp']. A method with its settings "
-                "goes into load_strategy, where finetune_strategy=True searches the settings that are left"
+                f"{argument} has {shown(name)}; it takes only names of methods, as ['fsdp']. A method with its "
+                "settings goes into load_strategy, where finetune_strategy=True searches the settings that are left"
             )
         METHODS[name]
     return names

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from atorch.auto.opt_lib.shared.defaults import SLOT as DATA_PARALLEL
 from atorch.auto.opt_lib.shared.defaults import disagreement, incomplete
 from atorch.auto.planner.request import check_names, less_exact, names_in, others
-from atorch.auto.strategy import EXACTNESS, METHODS, Exactness, Method, Strategy
+from atorch.auto.strategy import METHODS, PRECISIONS, Method, PrecisionLevel, Strategy
 from atorch.cluster.spec import ClusterSpec
 from atorch.cost import Cost, ModelProfile
 from atorch.cost.parallelism import REPLICA_AXES
@@ -87,9 +87,8 @@ class Space:
         """Depth → names of the methods of later levels, and the axes that they may split over."""
         rests = [self.levels[depth:] for depth in range(len(self.levels) + 1)]
         names = [frozenset(level.kind.name for level in rest) for rest in rests]
-        axes = [
-            frozenset(axis for level in rest for choice in level.choices for axis in choice.splits) for rest in rests
-        ]
+        choices = [[choice for level in rest for choice in level.choices] for rest in rests]
+        axes = [frozenset(axis for choice in later for axis in choice.splits) for later in choices]
         return list(zip(names, axes, strict=True))
 
     @cached_property
@@ -208,7 +207,7 @@ def compositions(
     excluded: Iterable[str] | None = None,
     included: Iterable[str] | None = None,
     fixed: Strategy | None = None,
-    precision: Exactness = EXACTNESS[-1],
+    precision: PrecisionLevel = PRECISIONS[-1],
 ) -> Space:
     """The space of compositions to try on the job's own devices.
 
@@ -225,7 +224,7 @@ def compositions(
     for name in (*names_in(included, "included"), *(() if fixed is None else fixed.names())):
         if METHODS[name].planned_only:
             raise CapabilityError(
-                f"{name} is for plans alone: no program applies it yet; leave it out, or plan with it for a cluster "
+                f"{name} is only for plans: no program applies it yet; leave it out, or plan with it for a cluster "
                 f"(atorch plan --include {name})"
             )
     if fixed is not None:
@@ -251,7 +250,7 @@ def plannable(
     included: Iterable[str] | None = None,
     fixed: Strategy | None = None,
     extend: Strategy | None = None,
-    precision: Exactness = EXACTNESS[-1],
+    precision: PrecisionLevel = PRECISIONS[-1],
     host_memory: bool = True,
     target: str | None = None,
 ) -> Space:

@@ -110,7 +110,7 @@ def training_of(plan: ClusterPlan, request: RunRequest) -> Training:
     if took is None or not took < 1e12:
         raise ArgumentError(
             f"with a failure every {format_seconds(failure_s)} on {devices} devices, and {format_seconds(restart_s)} "
-            "to restart, training comes to nothing; give a longer mtbf, or fewer devices"
+            "to restart, training never gets ahead; give a longer mtbf, or fewer devices"
         )
     rate = plan.price.per_hour * devices if plan.price else None
     low, high = hours(estimate.low_s), hours(estimate.high_s)

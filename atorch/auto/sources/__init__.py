@@ -90,15 +90,15 @@ def plan_of(model: Any, positional: Sequence[Any], cluster: Any, keywords: Mappi
     Raises:
         ArgumentError: an unknown or invalid argument, or there is no such file or job.
     """
-    from atorch.auto.argument_names import meant, positioned
+    from atorch.auto.argument_names import argument_remedy, name_positional
     from atorch.auto.plan_for_cluster import cluster_of, plan_for
     from atorch.auto.planner.request import PLAN_OPTIONS, PlanRequest
     from atorch.auto.solve import solved
 
-    options = {**keywords, **positioned(positional, (), keywords)}
+    options = {**keywords, **name_positional(positional, (), keywords)}
     for name in options:
         if name not in ("seq", "solve", *PLAN_OPTIONS):
-            remedy = meant(name, ("seq", "solve", *PLAN_OPTIONS))
+            remedy = argument_remedy(name, ("seq", "solve", *PLAN_OPTIONS))
             raise ArgumentError(
                 f"a plan of {shown(model)}, which has its own batch, loss and optimizer, has no argument {name!r}; "
                 f"{remedy}"

@@ -68,7 +68,6 @@ def to_json(strategy: Strategy) -> str:
 
 
 def to_list(strategy: Strategy) -> list[Json]:
-    """See `Strategy.to_list`."""
     configs = [(method.name, _config_of(method, step("$", index))) for index, method in enumerate(strategy)]
     return [[name, config] if config else name for name, config in configs]
 
@@ -127,7 +126,7 @@ def _read_file(path: str | os.PathLike[str]) -> bytes:
         if path in METHODS or path in RECIPES:
             raise StrategyError(f"{error}; to name a method, give a list: [{shown(path)}]") from None
         if isinstance(path, str) and re.fullmatch(r"[\w-]{1,40}", path) and not os.path.lexists(path):
-            remedy = "leave load_strategy out to search" if path == "auto" else meant_by(path)
+            remedy = "leave load_strategy out to search" if path == "auto" else method_remedy(path)
             raise StrategyError(f"{error}, and no method, which is named in a list, as ['fsdp']: {remedy}") from None
         raise
 
@@ -207,7 +206,7 @@ def _is_name(name: object) -> bool:
     return name in METHODS or name in RECIPES
 
 
-def meant_by(name: str) -> str:
+def method_remedy(name: str) -> str:
     """The end of an error about an unknown method name: the name to write instead, or the nearest one."""
     plain = name.lower().replace("-", "_")
     if _is_name(plain):
@@ -236,7 +235,7 @@ def _placed_methods(items: Sequence[Any], place: str) -> list[tuple[str, Method]
             placed.append((here, item.make(METHODS[item.name].of)))
         else:
             raise StrategyError(
-                f"{item.name_place}: there is no method named {shown(item.name)}; {meant_by(item.name)}"
+                f"{item.name_place}: there is no method named {shown(item.name)}; {method_remedy(item.name)}"
             )
     others = tuple(method for _, method in placed)
     for item, recipe in recipes:

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from atorch.cost import Cost, ModelProfile
 
 
-Exactness = Literal["fp32", "autocast", "half", "fp8"]
-EXACTNESS: tuple[Exactness, ...] = get_args(Exactness)
+PrecisionLevel = Literal["fp32", "autocast", "half", "fp8"]
+PRECISIONS: tuple[PrecisionLevel, ...] = get_args(PrecisionLevel)
 """Number formats of training, the most exact first: the model's own, autocast, 16-bit parameters, fp8."""
 
 
@@ -97,7 +97,7 @@ class Method(BaseModel):
     """True if backward runs forward again."""
     exclusions: ClassVar[Mapping[str, str]] = {}
     """Names of methods that it cannot be combined with, each with the reason and a remedy."""
-    exactness: ClassVar[Exactness] = "fp32"
+    precision_level: ClassVar[PrecisionLevel] = "fp32"
     """The number format it trains in; a search takes none that is less exact than the user allows."""
 
     @classmethod

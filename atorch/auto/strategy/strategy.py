@@ -10,7 +10,7 @@ from html import escape
 from os import PathLike
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
-from atorch.auto.strategy.method import METHODS, Exactness, Method
+from atorch.auto.strategy.method import METHODS, Method, PrecisionLevel
 from atorch.errors import StrategyError, shown
 from atorch.files import write
 
@@ -154,9 +154,9 @@ class Strategy(Sequence[Method]):
         slices = [size for method in self.methods for axis, size in getattr(method, "slices", ()) if axis in axes]
         return math.prod(slices)
 
-    def uses(self, exactness: Exactness) -> bool:
+    def uses(self, precision_level: PrecisionLevel) -> bool:
         """True if a method of the strategy trains in this number format."""
-        return any(method.exactness == exactness for method in self.methods)
+        return any(method.precision_level == precision_level for method in self.methods)
 
     def get(self, kind: type[M]) -> M | None:
         """The strategy's method of class `kind`."""
@@ -200,11 +200,11 @@ class Strategy(Sequence[Method]):
                 runs.
         """
         from atorch.distributed.collectives import call_on_all_ranks
-        from atorch.distributed.fingerprints import Fact, described_model
+        from atorch.distributed.fingerprints import Fact, facts_of_model
 
         own = {"the strategy": Fact(f"[{self}]")}
         call_on_all_ranks(
-            "Strategy.apply", lambda: {"strategy": own, **described_model(ctx.root)}, lambda: self.check(ctx)
+            "Strategy.apply", lambda: {"strategy": own, **facts_of_model(ctx.root)}, lambda: self.check(ctx)
         )
         self.check_optimizer(ctx)
         return reduce(lambda folded, method: method.apply(folded), self.methods, replace(ctx, strategy=self))

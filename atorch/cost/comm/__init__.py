@@ -1,9 +1,9 @@
 """Communication of model splits in every micro-batch, and the seconds of a collective.
 
-Tensor parallelism sums the result of a product split by rows, and in backward the gradient of the input of a product
+Tensor parallelism sums the result of a matmul split by rows, and in backward the gradient of the input of a matmul
 split by columns (Shoeybi et al. 2019, arXiv 1909.08053, section 3). With norms split along the sequence, the sums are
 scattered and gathered again, once more in backward for the weights' gradients (Korthikanti et al. 2022, arXiv
-2205.05198, section 4.2.2). Some frameworks overlap these with products. Megatron-LM overlaps backward's sums with
+2205.05198, section 4.2.2). Some frameworks overlap these with matmuls. Megatron-LM overlaps backward's sums with
 weights' gradients (`LinearWithGradAccumulationAndAsyncCommunication`, since March 2022). Transformer Engine's
 userbuffers and torch's asynchronous tensor parallelism overlap inputs and results chunk by chunk (NVIDIA/NeMo,
 docs/source/features/optimizations/communication_overlap.rst; torch/distributed/_symmetric_memory). A sequence split
@@ -37,10 +37,10 @@ from atorch.units import MiB
 TOKEN_BYTES = 4.0  # a token's loss in fp32
 LOSS_BYTES = 8.0  # a row's log-sum-exp and its target's logit, in fp32
 BESIDE_OTHERS = 0.75
-"""The share of a collective that an independent product hides: 64 MiB gathered from each of 8 H100s and a product 8192³
+"""The share of a collective that an independent matmul hides: 64 MiB gathered from each of 8 H100s and a matmul 8192³
 take 2.02 ms overlapped and 2.96 one after the other, of which the gather takes 1.27 (pytorch/pytorch #172714)."""
 IN_CHUNKS = 0.5
-"""The share of a collective that its dependent product hides chunk by chunk. On 8 H100s, 4096 × 6656 × 16384 with its
+"""The share of a collective that its dependent matmul hides chunk by chunk. On 8 H100s, 4096 × 6656 × 16384 with its
 operand gathered takes 1.63 ms instead of 1.81, and × 8192 0.84 instead of 0.91; a ring takes 0.32 and 0.16 of these
 (meta-pytorch/kraken #2)."""
 
@@ -150,7 +150,7 @@ def _of_tensor(cost: Cost, segment: Segment, again: float) -> list[Comm]:
 
 
 def _hidden(cost: Cost, segment: Segment) -> tuple[float, float]:
-    """The hideable share of communication around products, and of backward's sums."""
+    """The hideable share of communication around matmuls, and of backward's sums."""
     chunked = cost.tensor_beside in ("chunks", "both") and cost.splits_norms and segment.is_block
     hidden = IN_CHUNKS if chunked else 0.0
     beside_weights = cost.tensor_beside in ("weights", "both") and any(
@@ -172,7 +172,7 @@ def _both(kind: Collective, wide: float, *passes: tuple[float, float, float]) ->
 def overlapped_share(cost: Cost, segment: Segment, overlap: float) -> float:
     """The share of a copy's FLOPs that overlaps with communication of this hideable share.
 
-    Chunks overlap with all dependent products. In Megatron-LM, products split by columns gather inputs again during the
+    Chunks overlap with all dependent matmuls. In Megatron-LM, matmuls split by columns gather inputs again during the
     inputs' gradients, and sum these during the weights' gradients (NVIDIA/Megatron-LM,
     megatron/core/tensor_parallel/layers.py).
     """
@@ -235,9 +235,9 @@ def _of_context(cost: Cost, segment: Segment, again: float) -> Comm:
 
 
 def _of_queries(cost: Cost, segment: Segment) -> float:
-    """Bytes of a device's queries: as many elements as the block's input, in the dtype of products.
+    """Bytes of a device's queries: as many elements as the block's input, in the dtype of matmuls.
 
-    Under autocast the stream is in fp32, but results of products are in 16 bits.
+    Under autocast the stream is in fp32, but results of matmuls are in 16 bits.
     """
     if not segment.matmuls:
         return _scaled(cost, segment, segment.input_bytes) / cost.tensor
@@ -340,7 +340,6 @@ def group_of(names: tuple[str, ...], axes: Mapping[str, int], cluster: ClusterSp
 
 
 def group_of_neighbours(size: int, cluster: ClusterSpec, stride: int = 1) -> LinkGroup:
-    """Groups of `size` ranks that are `stride` apart."""
     in_node, in_leaf = (
         min(size, max(1, devices // stride)) for devices in (cluster.devices_per_node, cluster.devices_per_leaf)
     )

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from atorch.distributed.collectives import call_on_all_ranks
-from atorch.distributed.fingerprints import described
+from atorch.distributed.fingerprints import facts_of
 from atorch.distributed.world import init
 from atorch.errors import ArgumentError, shown
 from atorch.patrickstar.core import EngineConfig, PatrickStarClient
@@ -51,7 +51,7 @@ def initialize_engine(
             raise ArgumentError(f"client is {shown(client)}; give a PatrickStarClient, or leave it out")
         return model_func if isinstance(model_func, nn.Module) else built(model_func), client, read
 
-    facts = {"model_func": described("model_func", model_func), "client": described("client", client)}
+    facts = {"model_func": facts_of("model_func", model_func), "client": facts_of("client", client)}
     engine = PatrickStarEngine(*call_on_all_ranks("initialize_engine", lambda: facts, made))
     return engine, engine.optimizer
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from atorch.auto.opt_lib.chunk.trace import trace_pass
 from atorch.distributed.collectives import all_or_none, call_on_all_ranks, gather_objects, synchronise
-from atorch.distributed.fingerprints import Facts, described, described_model
+from atorch.distributed.fingerprints import Facts, facts_of, facts_of_model
 from atorch.errors import ArgumentError, OutOfBudgetError, shown
 from atorch.model.pytree import leaves_of, map_tensors, tensors_in
 from atorch.model.wrapper import Wrapper, override
@@ -35,7 +35,7 @@ from atorch.runtime.chunk.operations import Operations
 from atorch.runtime.chunk.pass_schedule import AccessTrace
 from atorch.runtime.chunk.residency import Residency
 from atorch.runtime.chunk.schedule_cache import ScheduleCache
-from atorch.runtime.gradients.clip import ClipsItself
+from atorch.runtime.gradients.clip import ClippingModel
 from atorch.units import format_bytes
 
 
@@ -76,10 +76,10 @@ def _shared_settings(config: EngineConfig) -> Mapping[str, Facts]:
     """Facts that must be equal on all processes; memory limits of each machine may differ."""
     shared = config.model_dump()
     shared["client"].pop("mem_tracer", None)
-    return {"config": described("config", shared)}
+    return {"config": facts_of("config", shared)}
 
 
-class PatrickStarEngine(ClipsItself, Wrapper):
+class PatrickStarEngine(ClippingModel, Wrapper):
     """A model in chunks; its names and state dicts are the model's own.
 
     Args:
@@ -96,7 +96,7 @@ class PatrickStarEngine(ClipsItself, Wrapper):
         super().__init__()
         self.module, self.client = model, client
         self.config = call_on_all_ranks(
-            "PatrickStarEngine", lambda: described_model(model), lambda: EngineConfig.of(config), _shared_settings
+            "PatrickStarEngine", lambda: facts_of_model(model), lambda: EngineConfig.of(config), _shared_settings
         )
         adam = self.config.optimizer.params.model_dump(exclude={"use_hybrid_adam"})
         self.optimizer = FP16Adam(
@@ -228,7 +228,7 @@ class PatrickStarEngine(ClipsItself, Wrapper):
         self._schedules.schedule_passes(self._operations)
         recorder = MemoryRecorder(self._operations)
         self._backward.watch(self.module)
-        self.optimizer.live_in(chunks, recorder.phase, self._backward)
+        self.optimizer.attach_chunks(chunks, recorder.phase, self._backward)
         return recorder
 
     def _traced(self) -> AccessTrace:

@@ -92,7 +92,7 @@ class ChunkOptimizer(ShadowOptimizer):
                 f"of them; use one of {supported}"
             )
         if chunks.device.type != "cpu":
-            with self._stand_ins_shown():
+            with self._with_shadows():
                 fuse(self.inner)  # also for callers outside auto_accelerate
         self._cut_groups(range(len(self._shown)))
         self._early = None if early is None else EarlySteps(early, chunks.chunks, self.inner, self._step_early)
@@ -134,7 +134,7 @@ class ChunkOptimizer(ShadowOptimizer):
 
     def _step_on(self, live: Sequence[OptimizerSlice], factor: float, unmanaged: list[list[Tensor]]) -> None:
         gradients = WideGradients(factor)
-        with self._stand_ins_shown(), host_threads(self._chunks.device):
+        with self._with_shadows(), host_threads(self._chunks.device):
             for run, shown in self._calls(live, gradients, unmanaged):
                 show(self.inner, shown)
                 for piece, gradient in zip(run, gradients.of(run), strict=True):
@@ -230,7 +230,7 @@ class ChunkOptimizer(ShadowOptimizer):
         elements = slice(0, parameter.numel()) if place is None else place[0].within(place[1])
         return elements.start, elements.stop
 
-    def _make_stand_in(self, parameter: Tensor) -> Tensor | None:
+    def _make_shadow(self, parameter: Tensor) -> Tensor | None:
         place = self._chunks.place(parameter)
         return None if place is None else whole(*place, parameter.requires_grad)
 
@@ -251,12 +251,12 @@ class ChunkOptimizer(ShadowOptimizer):
             place = self._chunks.place(parameter)
             if place is None:
                 continue
-            stand_in: Any = self.stand_ins[parameter]
+            shadow: Any = self.shadows[parameter]
             if not self._is_cut:
-                self._pieces[parameter] = [uncut(*place, number, stand_in)]
+                self._pieces[parameter] = [uncut(*place, number, shadow)]
                 continue
             pieces = self._pieces[parameter] = cut(*place, number, bool(self.inner.param_groups[number].get("fused")))
-            if made := self.inner.state.pop(stand_in, None):  # of an optimizer that makes states in its constructor
+            if made := self.inner.state.pop(shadow, None):  # of an optimizer that makes states in its constructor
                 self.inner.state.update(zip(self._stepped_for(parameter), self._divided(parameter, made), strict=True))
                 self._states.settle(pieces, self.inner.state)
 

@@ -18,17 +18,17 @@ import torch.distributed as dist
 from torch import nn
 
 from atorch.distributed.collectives import call_on_all_ranks, checked_barrier
-from atorch.distributed.fingerprints import Facts, described
+from atorch.distributed.fingerprints import Facts, facts_of
 from atorch.distributed.host_memory import missing_bytes, need_host_memory
 from atorch.errors import OutOfBudgetError
 from atorch.logs import logger
 from atorch.model.wrapper import override
-from atorch.runtime.chunk.gradients import GradientSink, Rounds, SharedGradients
-from atorch.runtime.chunk.layout import ChunkLayout, ChunkSpec, Filling, Item, pack, search
+from atorch.runtime.chunk.gradients import GatherRounds, GradientSink, SharedGradients
+from atorch.runtime.chunk.layout import ChunkAssignment, ChunkLayout, ChunkSpec, Item, pack, search
 from atorch.runtime.chunk.memory import ChunkSet
 from atorch.runtime.chunk.operations import Operations
 from atorch.runtime.chunk.parameter import CompiledModules, outermost
-from atorch.runtime.chunk.pass_schedule import AccessTrace, PassSchedule, Uses, moments
+from atorch.runtime.chunk.pass_schedule import AccessTrace, PassArrays, PassSchedule, moments
 from atorch.runtime.chunk.residency import Residency
 from atorch.runtime.chunk.transfer import Transfer, transfer_for
 from atorch.runtime.chunk.transfer_schedule import Shortfall, choose_pinned, schedule, transfer_cost
@@ -115,7 +115,7 @@ def chunk(
     )
     names = [name for _, name in traced.gradients]
     copies = transfer or transfer_for(device)
-    rounds = Rounds(chunks, CollectiveOrder.of([group, replicas], device.type))
+    rounds = GatherRounds(chunks, CollectiveOrder.of([group, replicas], device.type))
     shared = None if group is None else SharedGradients(chunks, copies, names, replicas, rounds)
     gradients = shared or GradientSink(chunks, copies)
     residency = Residency(chunks, managed, budget_bytes, plan.first, copies, plan.staying, plan.beside_bytes, rounds)
@@ -176,20 +176,20 @@ class ChunkPlanner:
         items = self._items()
         if self.chunk_size is not None:
             return pack(items, self.chunk_size, self.shards, ALIGNED)
-        uses = Uses(self.traced, [item.name for item in items])
+        uses = PassArrays(self.traced, [item.name for item in items])
         itemsizes = [_itemsize(item.dtype) for item in items]
         # A model whose chunks may be pinned has several.
         most = None if self.state_bytes is None else sum(item.numel for item in items) // PINNED_PARTS
 
-        def sizes(filling: Filling) -> list[int]:
+        def sizes(filling: ChunkAssignment) -> list[int]:
             return [numel * itemsizes[first] for numel, first in zip(filling.numels, filling.firsts, strict=True)]
 
-        def cost(filling: Filling) -> float | None:
+        def cost(filling: ChunkAssignment) -> float | None:
             num_bytes = sizes(filling)
             runs = uses.runs(filling.chunk_of, num_bytes, self.shards)
             return transfer_cost(runs, num_bytes, self.budget_bytes, TRANSFER_BYTES, prefetch=self.prefetch)
 
-        def least(filling: Filling) -> float:
+        def least(filling: ChunkAssignment) -> float:
             """Lower bound: every used chunk is fetched once."""
             num_bytes = sizes(filling)
             used: set[int] = set(filling.chunk_of[uses.used].tolist())
@@ -300,7 +300,7 @@ def _host_bytes(chunk: ChunkSpec, state_bytes: float, in_place: bool) -> float:
 
 
 def _facts(arguments: Mapping[str, Any]) -> Facts:
-    return {place: fact for name, value in arguments.items() for place, fact in described(name, value).items()}
+    return {place: fact for name, value in arguments.items() for place, fact in facts_of(name, value).items()}
 
 
 def _pinned_state_bytes(chunk: ChunkSpec, state_bytes: float, shards: int) -> int:

@@ -44,7 +44,7 @@ from atorch.runtime.data_parallel.collective_order import (
 MEETS = CollectiveEvent("is within a pass", is_compared=True)
 
 
-class Rounds:
+class GatherRounds:
     """Keeps processes that share chunks in step, by rounds if their paths differ.
 
     All processes that share a chunk take part in gathering it. Where values decide which modules run (mixtures of
@@ -67,12 +67,12 @@ class Rounds:
         """Begin a pass, in which the paths of processes differ if it `varies`."""
         self.are_held = varies and self.order is not None
 
-    def announce(self, step: CollectiveEvent, stand_in: IssueCollective = list) -> None:
+    def announce(self, step: CollectiveEvent, issue_zeros: IssueCollective = list) -> None:
         """Return when `step` is next on all processes (see `CollectiveOrder`); rounds need no such check."""
         if self.order is None or (self.are_held and not step.is_compared):
             return
         self.drain()
-        self.order.announce(step, stand_in)
+        self.order.announce(step, issue_zeros)
 
     def drain(self) -> None:
         """Return when all processes are at the end of the pass; take part in rounds until then."""
@@ -180,7 +180,7 @@ class SharedGradients(GradientSink):
         transfer: Transfer,
         gradient_order: Sequence[str],
         replicas: dist.ProcessGroup | None,
-        rounds: Rounds,
+        rounds: GatherRounds,
     ) -> None:
         super().__init__(chunks, transfer)
         self._replicas, self._rounds = replicas, rounds

@@ -90,7 +90,7 @@ def pack(items: Sequence[Item], capacity: int, shards: int = 1, aligned: int = 1
 
 
 @dataclass(frozen=True)
-class Filling:
+class ChunkAssignment:
     """The assignment of items to chunks, without `ChunkSpec`s."""
 
     chunk_of: np.ndarray[Any, Any]
@@ -147,7 +147,7 @@ class Packer:
             specs.append(ChunkSpec(chunk, tuple(slots), numel, first.dtype, first.trainable))
         return ChunkLayout(tuple(specs))
 
-    def fill(self, capacity: int) -> Filling:
+    def fill(self, capacity: int) -> ChunkAssignment:
         """The assignment of items to chunks of this capacity."""
         oversized = np.flatnonzero(self._numels > capacity)
         firsts, lengths, numels = [oversized], [np.ones_like(oversized)], [self._numels[oversized]]
@@ -161,13 +161,14 @@ class Packer:
             begins, ends = np.array(row.begins, dtype=np.int64), np.array(row.ends, dtype=np.int64)
             numels.append(ends[until - 1] - begins[starts])
         first, numel = np.concatenate(firsts), np.concatenate(numels)
-        order = np.argsort(first)
+        order = np.argsort(first)  # chunks in the order of their first items
         place = np.empty_like(order)
         place[order] = np.arange(len(order))
         chunk_of = np.empty(len(self.items), dtype=np.int64)
+        # `members` lists items chunk by chunk, so each chunk's place is repeated for as many items as it has.
         chunk_of[np.concatenate(members)] = np.repeat(place, np.concatenate(lengths))
         allocated = -(-numel // self._shards) * self._shards
-        return Filling(chunk_of, first[order].tolist(), allocated[order].tolist())
+        return ChunkAssignment(chunk_of, first[order].tolist(), allocated[order].tolist())
 
     def least_capacity(self, count: int, most: int | None) -> int:
         """The least capacity that makes at most `count` chunks, to a thousandth; `most` if no smaller one does."""
@@ -210,9 +211,9 @@ class Packer:
 
 def search(
     items: Sequence[Item],
-    evaluate: Callable[[Filling], float | None],
+    evaluate: Callable[[ChunkAssignment], float | None],
     *,
-    least: Callable[[Filling], float] = lambda _: -inf,
+    least: Callable[[ChunkAssignment], float] = lambda _: -inf,
     shards: int = 1,
     aligned: int = 1,
     most: int | None = None,

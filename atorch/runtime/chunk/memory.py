@@ -261,7 +261,7 @@ class ChunkSet:
     """The chunks of a model.
 
     They take the values of one parameter after another, which then releases its own memory. So the peak is the model
-    and one chunk. A parameter keeps a `stand_in`, which takes no memory.
+    and one chunk. A parameter keeps a `placeholder`, which takes no memory.
 
     Args:
         layout: the chunk of each parameter.
@@ -345,11 +345,11 @@ class ChunkSet:
         if value is None or not torch.equal(value.to(parameter.device, parameter.dtype), parameter.detach()):
             value = parameter.detach()  # there was no wider value, or it changed since rounding
         memory.write(slot, value)
-        parameter.data = stand_in(parameter.shape, memory.dtype, self.device)
+        parameter.data = placeholder(parameter.shape, memory.dtype, self.device)
         self._places[parameter] = memory, slot
 
 
-def stand_in(shape: Collection[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+def placeholder(shape: Collection[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """A tensor of that shape with one element in memory: NaN, so that results computed from it are visibly wrong."""
     fill = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
     return torch.full((), fill, dtype=dtype, device=device).expand(tuple(shape))

@@ -21,14 +21,14 @@ from torch.utils.weak import TensorWeakRef
 
 from atorch.distributed.collectives import all_gather_single
 from atorch.errors import ArgumentError
-from atorch.runtime.chunk.gradients import GradientSink, Rounds
+from atorch.runtime.chunk.gradients import GatherRounds, GradientSink
 from atorch.runtime.chunk.memory import ChunkMemory, ChunkSet
 from atorch.runtime.chunk.parameter import (
     ChunkedParameter,
     ChunkedView,
     CompiledModules,
-    Home,
-    Owner,
+    MemoryOwner,
+    ParameterLocation,
     manage,
     saved_as_handles,
 )
@@ -62,7 +62,7 @@ def host_values(model: nn.Module) -> dict[str, Tensor]:
         }
 
 
-class Operations(Owner):
+class Operations(MemoryOwner):
     """Runs operations on the parameters of a model's chunks."""
 
     def __init__(
@@ -72,7 +72,7 @@ class Operations(Owner):
         residency: Residency,
         schedule_of: Callable[[AccessTrace], PassSchedule],
         compiled: CompiledModules,
-        rounds: Rounds,
+        rounds: GatherRounds,
     ) -> None:
         super().__init__(compiled)
         self.chunks, self.residency, self.schedule_of = chunks, residency, schedule_of
@@ -126,7 +126,7 @@ class Operations(Owner):
 
     def adopt(self, name: str, parameter: nn.Parameter) -> None:
         """Manage a parameter whose values are in the chunks."""
-        manage(parameter, Home(self, name, self.chunks.layout.chunk_of[name]))
+        manage(parameter, ParameterLocation(self, name, self.chunks.layout.chunk_of[name]))
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(weakly(self._keep_gradient))
 
@@ -215,7 +215,7 @@ class Operations(Owner):
 
     def show(self, name: str, view: Any) -> None:
         view.__class__ = ChunkedView
-        view.home = Home(self, name, self.chunks.layout.chunk_of[name])
+        view.home = ParameterLocation(self, name, self.chunks.layout.chunk_of[name])
 
     # Outside passes: the host's copies.
 
@@ -309,7 +309,7 @@ class Operations(Owner):
         if gradient is not None:
             return gradient
         self.gradients.settle()  # backward may still be under way
-        home: Home = parameter.home
+        home: ParameterLocation = parameter.home
         part = self.chunks.chunks[home.chunk].gradient_of(self.chunks.layout.slot_of[home.name])
         shares = self.chunks.num_shares
         why = f"is spread over {shares} processes" if shares > 1 else self.norms_differ

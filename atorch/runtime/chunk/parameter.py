@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from atorch.runtime.chunk.operations import Operations
 
 
-class Home(NamedTuple):
+class ParameterLocation(NamedTuple):
     """The place of a parameter's values."""
 
     operations: Operations
@@ -43,7 +43,7 @@ class Managed:
 
     __slots__ = ()
 
-    home: Home
+    home: ParameterLocation
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -78,7 +78,7 @@ class ChunkedView(Managed, Tensor):
     """A view of a managed parameter."""
 
 
-def manage(parameter: nn.Parameter, home: Home) -> None:
+def manage(parameter: nn.Parameter, home: ParameterLocation) -> None:
     """Make `parameter` a managed one, in place.
 
     Raises:
@@ -155,7 +155,7 @@ class Handle(NamedTuple):
     offset: int  # in elements, from the beginning of the memory
 
 
-class Owner(ABC):
+class MemoryOwner(ABC):
     """An owner of parameters' memory, who provides what each operation needs.
 
     These are the parameters that it takes, those of the running backward node, and those of which a view is alive.
@@ -209,7 +209,7 @@ class Owner(ABC):
                     self._views[result] = name
 
 
-def saved_as_handles(owner: Owner) -> saved_tensors_hooks:
+def saved_as_handles(owner: MemoryOwner) -> saved_tensors_hooks:
     """A context for one operation, which saves tensors in the owner's memory as handles."""
     outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
 

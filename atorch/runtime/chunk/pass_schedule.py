@@ -47,14 +47,16 @@ def moments(
     """
     extras = [0] * len(traced.accesses)
     if shards > 1:
-        extras = Uses(traced, chunk_of).gathered_bytes(np.array(list(chunk_of.values())), gathering, shards).tolist()
+        extras = (
+            PassArrays(traced, chunk_of).gathered_bytes(np.array(list(chunk_of.values())), gathering, shards).tolist()
+        )
     return [
         ScheduleStep(_label(access), frozenset([chunk_of[p] for p in access.parameters]), access.other_bytes + extra)
         for access, extra in zip(traced.accesses, extras, strict=True)
     ]
 
 
-class Uses:
+class PassArrays:
     """A pass as arrays, from which the runs of any layout are quickly computed.
 
     Args:
@@ -87,12 +89,15 @@ class Uses:
         if shards > 1:
             other = other + self.gathered_bytes(chunk_of, gathering, shards)
         num_chunks = int(chunk_of.max()) + 1
+        # One number for each pair of access and chunk, so that sorting puts equal pairs side by side.
         keys = np.sort(self._by * num_chunks + chunk_of[self._used], kind="stable")  # nearly sorted already
         keys = keys[np.append(True, keys[1:] != keys[:-1])]
         by, chunks = np.divmod(keys, num_chunks)
         lengths = np.bincount(by, minlength=len(other))
         begins = np.append(0, lengths.cumsum())
         before = np.append(lengths[0], lengths[:-1])
+        # Each chunk is compared with the one at its place in the access before. Two accesses need the same chunks if
+        # they have equally many, and the count of differences does not grow within the second.
         differs = np.append(0, (chunks != chunks[np.maximum(np.arange(len(by)) - before[by], 0)]).cumsum())
         is_new = (lengths != before) | (differs[begins[1:]] != differs[begins[:-1]])
         is_new[0] = True
@@ -113,6 +118,7 @@ class Uses:
         end, chunks = len(self._other_bytes), chunk_of[self._come]
         first, last = np.full(len(gathering), -1), np.full(len(gathering), -1)
         order = np.zeros(len(gathering), dtype=np.int64)
+        # If an index repeats, numpy keeps its last write: reversed, that is a chunk's first gradient.
         first[chunks[::-1]], order[chunks[::-1]] = self._positions[::-1], np.arange(len(chunks))[::-1]
         last[chunks] = self._positions
         is_missing = np.ones(len(chunk_of), dtype=bool)
@@ -169,7 +175,7 @@ class PassSchedule:
     moments: Sequence[ScheduleStep]
     schedule: TransferSchedule
     varies: bool = False
-    strayed: bool = False
+    diverged: bool = False
     """True if a training pass deviated from the schedule."""
 
     def __post_init__(self) -> None:
@@ -187,7 +193,7 @@ class PassSchedule:
             return None  # the pass is over, and user code reads a parameter
         self.on_schedule = self.on_schedule and self.moments[position].needs == needs
         if not self.on_schedule:
-            self.strayed = self.strayed or torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1
+            self.diverged = self.diverged or torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1
             return None
         return self.schedule.steps[position]
 

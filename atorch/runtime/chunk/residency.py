@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from atorch.distributed.collectives import all_gather_single
 from atorch.errors import OutOfBudgetError
-from atorch.runtime.chunk.gradients import Rounds
+from atorch.runtime.chunk.gradients import GatherRounds
 from atorch.runtime.chunk.memory import ChunkMemory, ChunkSet
 from atorch.runtime.chunk.parameter import point
 from atorch.runtime.chunk.pass_schedule import PassSchedule
@@ -55,14 +55,14 @@ class Residency:
         transfer: Transfer,
         staying: Collection[int] = (),
         beside_bytes: int = 0,
-        rounds: Rounds | None = None,
+        rounds: GatherRounds | None = None,
     ) -> None:
         self.chunks, self.pass_schedule = chunks, pass_schedule
         self.tier = MemoryLedger("device budget", budget_bytes)
         self.fetched_bytes = self.peak_bytes = 0
         self.moved: Moved | None = None
-        self._parameters, self._transfer, self._rounds = parameters, transfer, rounds or Rounds(chunks, None)
-        # The stand-ins that parameters show while their values are off the device.
+        self._parameters, self._transfer, self._rounds = parameters, transfer, rounds or GatherRounds(chunks, None)
+        # The placeholders that parameters show while their values are off the device.
         self._away = {name: parameter.data for name, parameter in parameters.items()}
         self._here: dict[int, Tensor] = {}  # buffers on the device by chunk, the least recently needed first
         self._made: dict[int, int] = {}  # by chunk, the count of the host's writes when it was fetched

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from atorch.distributed.collectives import all_reduce_max, first_not_none, host_comm_device
-from atorch.distributed.fingerprints import both_ways
+from atorch.distributed.fingerprints import hash_pair
 from atorch.errors import ArgumentError, AtorchError, OutOfBudgetError
 from atorch.logs import logger
 from atorch.runtime.chunk.pass_schedule import AccessTrace, PassSchedule
@@ -85,16 +85,16 @@ class ScheduleCache:
 
     def next(self, schedule_of: Callable[[AccessTrace], PassSchedule]) -> PassSchedule:
         key = self._key()
-        strayed = key in self._known and self._known[key].strayed and key not in self._again
+        diverged = key in self._known and self._known[key].diverged and key not in self._again
         if self._group is not None:
-            both = torch.tensor([self._numel, strayed], device=host_comm_device())
+            both = torch.tensor([self._numel, diverged], device=host_comm_device())
             dist.all_reduce(both, dist.ReduceOp.MAX, group=self._group)
-            most, strayed = both.tolist()
+            most, diverged = both.tolist()
             if most > self._largest:
                 self._known.clear()
         if key not in self._known:
             self._known[key] = schedule_of(self.first())
-        elif strayed:
+        elif diverged:
             self._again.add(key)
             with suppress(OutOfBudgetError):  # then chunks are still fetched on demand
                 self._known[key] = schedule_of(self.first())
@@ -115,7 +115,7 @@ class ScheduleCache:
         if fault is not None:
             return self._numel, attempt if isinstance(attempt, AtorchError) else ArgumentError(fault[1])
         assert not isinstance(attempt, AtorchError), "no process has a fault"
-        ways = both_ways([sorted(access.parameters) for access in attempt.accesses])
+        ways = hash_pair([sorted(access.parameters) for access in attempt.accesses])
         most, one, other = all_reduce_max([self._numel, *ways], self._group)
         varies = self._for_real or one != -other
         own_trace = attempt._replace(varies=varies) if self._numel == most else None

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 from atorch.distributed.collectives import all_reduce_max
-from atorch.distributed.fingerprints import both_ways
+from atorch.distributed.fingerprints import hash_pair
 from atorch.errors import ArgumentError, shown
 from atorch.logs import logger
 from atorch.model.pytree import is_strings, leaves_of, map_leaves, refilled, tensors_in
@@ -149,7 +149,7 @@ class _Looking:
             if isinstance(leaf, Tensor):
                 exact.append((place, tuple(leaf.shape)))
                 (rounded if leaf.is_floating_point() else exact).append(leaf.detach().reshape(-1)[:FEW].tolist())
-        hashes = [*both_ways(exact), *both_ways(rounded)]
+        hashes = [*hash_pair(exact), *hash_pair(rounded)]
         for group in self._groups.values():
             hashes = all_reduce_max(hashes, group)  # in the end over the product of the axes, so that all ranks raise
         high, low, rounded_high, rounded_low = hashes

@@ -97,7 +97,7 @@ class Loader(DataLoader[Any]):
 
     @property
     def _global_batch(self) -> int | None:
-        holder: Any = self.dataset if isinstance(self.dataset, StreamShare) else self.sampler
+        holder: Any = self.dataset if isinstance(self.dataset, StreamShard) else self.sampler
         num_ranks = int(getattr(holder, "num_replicas", 0) or getattr(holder, "size", 1))
         return None if self.batch_size is None else self.batch_size * num_ranks
 
@@ -154,7 +154,7 @@ class Loader(DataLoader[Any]):
                 drawer.set_epoch(epoch)
 
 
-class StreamShare(IterableDataset[Any]):
+class StreamShard(IterableDataset[Any]):
     """Rank `rank`'s share of a stream: every `size`-th sample; drops a remainder that does not fill all ranks."""
 
     def __init__(self, stream: IterableDataset[Any], rank: int, size: int) -> None:
@@ -219,7 +219,7 @@ def make_loader(
 def _of_stream(stream: IterableDataset[Any], arguments: dict[str, Any], rank: int, size: int) -> Loader:
     part = None if size == 1 else part_of(stream, rank, size)
     if part is None:
-        return _made(stream if size == 1 else StreamShare(stream, rank, size), arguments)
+        return _made(stream if size == 1 else StreamShard(stream, rank, size), arguments)
     loader = _made(part, {**arguments, "drop_last": True})  # the last batches of ranks would have different sizes
     loader.is_part = True
     return loader
@@ -241,7 +241,7 @@ def shares_out(loader: object, rows: int) -> bool:
         return False
     if isinstance(loader.batch_sampler, RankBatches):
         return True
-    is_stream = loader.is_part or isinstance(loader.dataset, StreamShare)
+    is_stream = loader.is_part or isinstance(loader.dataset, StreamShard)
     shares = is_stream or isinstance(loader.sampler, (DistributedSampler, RankSampler))
     return shares and rows == loader.batch_size  # a collate_fn that packs samples changes the number of rows
 
@@ -259,7 +259,7 @@ def _check_order(dataset: Any, arguments: Mapping[str, Any], sampler_cls: object
         raise ArgumentError(f"distributed_sampler_cls is given with {other}, and both decide the order; give one")
     if deciding and arguments.get("shuffle"):
         raise ArgumentError(
-            f"dataloader_args has both {deciding[0]} and shuffle; the sampler decides the order, leave shuffle out"
+            f"dataloader_args has both {deciding[0]} and shuffle; the sampler decides the order, so leave shuffle out"
         )
 
 
@@ -316,7 +316,7 @@ def _sampler(
     if (shares, getattr(sampler, "rank", rank)) != (size, rank):
         raise ArgumentError(
             f"the sampler in dataloader_args is for rank {getattr(sampler, 'rank', rank)} of {shares}, but this "
-            f"process is {rank} of {size} that see different samples; leave sharing out to auto_accelerate: give the "
+            f"process is {rank} of {size} that see different samples; let auto_accelerate divide the samples: give the "
             "class as distributed_sampler_cls"
         )
     return sampler  # type: ignore[no-any-return]

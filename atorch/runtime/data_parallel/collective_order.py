@@ -75,7 +75,7 @@ class CollectiveOrder:
         on_host = all("cpu:gloo" in dist.get_backend_config(group) for group in groups)
         self._device = torch.device("cpu" if on_host else device_type)
         self._following: dict[CollectiveEvent | None, list[CollectiveEvent]] = {}
-        self._stand_ins: dict[CollectiveEvent, IssueCollective] = {}
+        self._issue_zeros: dict[CollectiveEvent, IssueCollective] = {}
         self._last: CollectiveEvent | None = None
         self._raised = False  # True if the last comparison raised, on all ranks
         # Since the last comparison; without a comparison no step comes twice.
@@ -84,12 +84,12 @@ class CollectiveOrder:
         self._longest_s = 0.0  # the longest time between two comparisons
 
     def announce(
-        self, step: CollectiveEvent, stand_in: IssueCollective = list, note: str = "", flag: bool = False
+        self, step: CollectiveEvent, issue_zeros: IssueCollective = list, note: str = "", flag: bool = False
     ) -> bool:
         """Return when all ranks do `step` next; True if the ranks were compared and any has set `flag`.
 
         Args:
-            stand_in: issues the step's collectives with zeros and returns the work to wait for.
+            issue_zeros: issues the step's collectives with zeros and returns the work to wait for.
             note: text on this rank's pass, compared together with the step.
 
         Raises:
@@ -108,9 +108,9 @@ class CollectiveOrder:
         where = ""
         if strays:
             where = f"where it was expected to {following[0]}" + (f" after it {after}" if after else "")
-            self._stand_in_until_compared(step)
+            self._issue_zeros_until_compared(step)
         flag = self._compare(f"{step} {note}".strip(), where, flag)
-        self._stand_ins.setdefault(step, stand_in)
+        self._issue_zeros.setdefault(step, issue_zeros)
         followers = self._following.setdefault(after, [])
         if step not in followers:
             followers.append(step)
@@ -126,7 +126,7 @@ class CollectiveOrder:
             return
         try:
             if len(self._following.get(self._last, [])) == 1:
-                self._stand_in_until_compared(CollectiveEvent(f"fails: {why}"))
+                self._issue_zeros_until_compared(CollectiveEvent(f"fails: {why}"))
             self._compare("fails", "", False, why)
         except StrategyError:  # all ranks raise now; this one raises the original error
             pass
@@ -145,7 +145,7 @@ class CollectiveOrder:
         """True if the last step ended a pass."""
         return self._last in ENDS
 
-    def _stand_in_until_compared(self, wanted: CollectiveEvent) -> None:
+    def _issue_zeros_until_compared(self, wanted: CollectiveEvent) -> None:
         """Take part in the steps that the others expect, up to the next comparison."""
         limit = timedelta(seconds=5 + 3 * self._longest_s)
         while len(following := self._following.get(self._last, [])) == 1:
@@ -153,7 +153,7 @@ class CollectiveOrder:
             if step.is_compared or step in self._passed:
                 return
             try:
-                for work in self._stand_ins[step]():
+                for work in self._issue_zeros[step]():
                     if work is not None:
                         work.wait(limit)
             except RuntimeError as error:

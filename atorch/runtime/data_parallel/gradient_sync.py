@@ -21,7 +21,7 @@ from atorch.runtime.data_parallel.replicate import Replicated, replicas_of
 from atorch.runtime.fsdp.groups import drop_unsharded_gradient, groups_of, reset, sharded_in
 
 
-class Reduction:
+class GradientSync:
     """The reduction of one model's gradients: DDP, FSDP2, any module with a `no_sync()`, or none."""
 
     def __init__(self, model: nn.Module, *, each: bool = False) -> None:

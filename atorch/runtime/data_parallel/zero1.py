@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from atorch.distributed.collectives import all_or_none, call_on_all_ranks, checked_barrier
-from atorch.distributed.fingerprints import Facts, described_optimizer, described_parameters
+from atorch.distributed.fingerprints import Facts, facts_of_optimizer, facts_of_parameters
 from atorch.errors import ArgumentError, CheckpointError
 from atorch.model.user_functions import MakeOptimizer
 from atorch.runtime.data_parallel.buckets import (
@@ -82,7 +82,7 @@ class ShardedOptimizer(ShadowOptimizer):
         WrappedOptimizer.__init__(self, inner)
 
     def _facts(self, inner: Optimizer) -> Mapping[str, Facts]:
-        settings, params = described_optimizer(inner), described_parameters(self._params, "the optimizer")
+        settings, params = facts_of_optimizer(inner), facts_of_parameters(self._params, "the optimizer")
         return {"settings": settings, "parameters": params}
 
     def _inner_of(self, groups: list[Any], make_optimizer: MakeOptimizer, group: dist.ProcessGroup) -> Optimizer:
@@ -92,7 +92,7 @@ class ShardedOptimizer(ShadowOptimizer):
         self._params = [tensor_of(entry) for part in whole for entry in part["params"]]
         self._deal_out(makes_elementwise(make_optimizer, whole))
         share = [
-            {**part, "params": [_put(e, self.stand_ins) for e in part["params"] if tensor_of(e) in self.stand_ins]}
+            {**part, "params": [_put(e, self.shadows) for e in part["params"] if tensor_of(e) in self.shadows]}
             for part in whole
         ]
         # An optimizer that was given bare parameters gets bare ones again; but an empty share needs a group.
@@ -117,10 +117,10 @@ class ShardedOptimizer(ShadowOptimizer):
         owned = list(zip(whole, deal_out(sizes, num_ranks), strict=True))
         self._shares = [(i, [param for param, owner in owned if owner == i]) for i in range(num_ranks)]
         # Parameter of this rank's share → the slice of it that this rank steps, or itself.
-        self.stand_ins = {param: param for param in self._shares[rank][1]}
+        self.shadows = {param: param for param in self._shares[rank][1]}
         for param, where in (held for bucket in self._buckets for held in bucket.held(rank)):
-            self.stand_ins[param] = param if where == slice(0, param.numel()) else slice_of(param, where)
-        self._slices = [piece for param, piece in self.stand_ins.items() if piece is not param]
+            self.shadows[param] = param if where == slice(0, param.numel()) else slice_of(param, where)
+        self._slices = [piece for param, piece in self.shadows.items() if piece is not param]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Accept only groups that the inner optimizer has already: all parameters have been assigned to ranks.
@@ -151,7 +151,7 @@ class ShardedOptimizer(ShadowOptimizer):
             self._lend_gradients()
             return loss
 
-        with self._stand_ins_shown():
+        with self._with_shadows():
             self._lend_gradients()
             result = self.inner.step(evaluated) if closure is not None else self.inner.step()
         for piece in self._slices:
@@ -165,7 +165,7 @@ class ShardedOptimizer(ShadowOptimizer):
 
     def _call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         def work() -> Any:
-            with self._stand_ins_shown():
+            with self._with_shadows():
                 self._lend_gradients()
                 return WrappedOptimizer._call(self, method, *args, **kwargs)
 
@@ -182,7 +182,7 @@ class ShardedOptimizer(ShadowOptimizer):
 
     def gradients(self) -> Iterator[Tensor]:
         """Gradients of this rank's share: disjoint between ranks, except sparse ones that several have slices of."""
-        with self._stand_ins_shown():
+        with self._with_shadows():
             gradients = list(super().gradients())
         yield from gradients
         yield from (values for piece in self._slices if (values := gradient_values(piece)) is not None)
@@ -233,23 +233,22 @@ class ShardedOptimizer(ShadowOptimizer):
         self._noted = frozenset(self._params if saved["state"] else ())
 
     def _stepped_for(self, parameter: Tensor) -> Sequence[Tensor]:
-        return [self.stand_ins[parameter]] if parameter in self.stand_ins else []
+        return [self.shadows[parameter]] if parameter in self.shadows else []
 
     def _divided(self, parameter: Tensor, entry: Any) -> Sequence[Any]:
-        return [entry] if parameter in self.stand_ins else []
+        return [entry] if parameter in self.shadows else []
 
     def _ranges(self) -> list[tuple[int, int]]:
         pieces = [
-            (param, origin(self.stand_ins[param])[1] if param in self.stand_ins else slice(0, 0))
-            for param in self._params
+            (param, origin(self.shadows[param])[1] if param in self.shadows else slice(0, 0)) for param in self._params
         ]
         return [(0, local(param).numel()) if where is None else (where.start, where.stop) for param, where in pieces]
 
     @contextmanager
-    def _stand_ins_shown(self) -> Iterator[None]:
+    def _with_shadows(self) -> Iterator[None]:
         for piece in self._slices:
             follow(piece)
-        with super()._stand_ins_shown():
+        with super()._with_shadows():
             yield
 
 

@@ -90,7 +90,7 @@ class FsdpPasses:
         root.register_forward_pre_hook(self._begin_forward, prepend=True)
         root.register_forward_hook(self._end_of_forward)
 
-    def announce(self, step: CollectiveEvent, stand_in: Callable[[], list[Any]]) -> None:
+    def announce(self, step: CollectiveEvent, issue_zeros: Callable[[], list[Any]]) -> None:
         """Announce a collective; in backward, also queue the comparison at its end."""
         if are_collectives_local():
             return
@@ -99,7 +99,7 @@ class FsdpPasses:
             self._backward = task
             # After FSDP2's own callback, which issues the remaining reductions.
             torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
-        self._order.announce(step, stand_in)
+        self._order.announce(step, issue_zeros)
 
     def meet(self, step: CollectiveEvent, flag: bool = False) -> bool:
         """Announce a step between passes; True if any rank has set `flag`."""

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from atorch.distributed.collectives import call_on_all_ranks
-from atorch.distributed.fingerprints import Facts, described_call
+from atorch.distributed.fingerprints import Facts, facts_of_call
 from atorch.errors import ArgumentError
 from atorch.logs import logger
 from atorch.model.deferred_init import InitialValues, give_values
@@ -149,14 +149,14 @@ def _act_as_plain(
     """Let the sharded module's methods and parameters act as those of a plain one; `before`: its parameters."""
     from atorch.runtime.fsdp.collectives import Fp8Gathers
     from atorch.runtime.fsdp.methods import keep_methods, make_plain_tensors, refuse_replaced
-    from atorch.runtime.fsdp.sharded_access import stand_for_sharded
+    from atorch.runtime.fsdp.sharded_access import delegate_to_sharded
 
     keep_methods(module, passes)
     Fp8Gathers(module, mesh, passes)
     refuse_replaced(module, before)
     make_plain_tensors(module, passes)
     _reshard_without_gradients(module)
-    stand_for_sharded(module)
+    delegate_to_sharded(module)
 
 
 def _check_together(
@@ -168,7 +168,7 @@ def _check_together(
     ignored = [name for name, parameter in module.named_parameters() if parameter in whole]
 
     def facts() -> Mapping[str, Facts]:
-        return described_call(module, groups=names, ignored=ignored, **options)
+        return facts_of_call(module, groups=names, ignored=ignored, **options)
 
     def check() -> None:
         _refuse_hooks((name, param) for name, param in module.named_parameters() if param not in whole)

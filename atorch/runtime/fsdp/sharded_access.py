@@ -79,7 +79,7 @@ class ModelShard(DTensor):
             self.__class__, self.__dict__ = kind, attributes
 
 
-class _Stands:
+class _Delegating:
     """Base of gathered parameters that delegate to their sharded ones."""
 
     __slots__ = ()
@@ -96,13 +96,13 @@ class _Stands:
         return self.sharded().__reduce_ex__(protocol)
 
 
-class _Whole(_Stands, nn.Parameter):
+class _DelegatingParameter(_Delegating, nn.Parameter):
     """A gathered parameter."""
 
     __slots__ = ()
 
 
-class _Part(_Stands, DTensor):
+class _DelegatingShard(_Delegating, DTensor):
     """A gathered parameter under tensor parallelism: the local part, itself sharded by FSDP."""
 
     __slots__ = ()
@@ -131,25 +131,25 @@ def step_as_ordinary(optim: Any) -> Any:
     return optim
 
 
-_STANDING: Mapping[type[Any], type[Any]] = {nn.Parameter: _Whole, DTensor: _Part}
+_DELEGATING: Mapping[type[Any], type[Any]] = {nn.Parameter: _DelegatingParameter, DTensor: _DelegatingShard}
 
 
-def stand_for_sharded(root: nn.Module) -> None:
+def delegate_to_sharded(root: nn.Module) -> None:
     """Make gathered parameters of `root` delegate to the sharded ones outside forward and backward."""
-    between = _Between(root)
+    between = _OutsideForward(root)
     root.register_forward_pre_hook(lambda *_: between.end(), prepend=True)
     for module in between.modules:
         module.register_forward_hook(between.watch, prepend=True)  # before FSDP2's, so that backward calls it first
     root.register_forward_hook(lambda *_: between.begin(), always_call=True)
 
 
-class _Between:
+class _OutsideForward:
     """Switches gathered parameters, freed ones too, between themselves and delegates: an optimizer may hold one."""
 
     def __init__(self, root: nn.Module) -> None:
         self._root, self.modules = root, sharded_in(root)
         self._groups = [group for module in self.modules for group in groups_of(module)]
-        self._standing: list[Any] = []
+        self._delegating: list[Any] = []
         self._replaced: list[Any] = []  # FSDP2's parameters, gathered as tensors that cannot delegate
         for module in self.modules:
             module.unshard = partial(self._unshard, module.unshard)
@@ -164,22 +164,22 @@ class _Between:
                 show_sharded(group)
 
     def _put(self, fsdp_param: Any, gathered: Any, is_unsharded: bool) -> None:
-        if (kind := _STANDING.get(type(gathered))) is not None:  # else a fake tensor, or another subclass
+        if (kind := _DELEGATING.get(type(gathered))) is not None:  # else a fake tensor, or another subclass
             gathered.sharded = weakref.ref(fsdp_param.sharded_param)
             gathered.__class__ = kind
-            self._standing.append(gathered)
+            self._delegating.append(gathered)
         elif is_unsharded and hasattr(gathered, "to_original_precision"):  # in 8 bits
             fsdp_param._setattr_on_modules(fsdp_param.sharded_param)
             self._replaced.append(fsdp_param)
 
     def end(self) -> None:
         """Stop delegating, before forward and backward."""
-        for gathered in self._standing:
+        for gathered in self._delegating:
             sharded = gathered.sharded()
-            gathered.__class__ = DTensor if isinstance(gathered, _Part) else nn.Parameter
+            gathered.__class__ = DTensor if isinstance(gathered, _DelegatingShard) else nn.Parameter
             if sharded is not None and gathered.requires_grad != sharded.requires_grad:
                 gathered.requires_grad_(sharded.requires_grad)
-        self._standing.clear()
+        self._delegating.clear()
         for fsdp_param in self._replaced:
             if fsdp_param.sharded_state == fsdp_param.sharded_state.UNSHARDED:
                 fsdp_param._setattr_on_modules(fsdp_param.unsharded_param)
@@ -204,7 +204,7 @@ class _Between:
 
     def _begin_backward(self, _: Tensor) -> None:
         refuse_second_order("fsdp and zero2, which free in backward what forward has gathered")
-        if self._standing or self._replaced:
+        if self._delegating or self._replaced:
             self.end()
             torch.autograd.Variable._execution_engine.queue_callback(self.begin)
 
@@ -219,23 +219,23 @@ def run(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if name == "__set__" and args[1] is None:  # as optimizers clear gradients
             return func(_sharded(args[0]), None)
         leaves = tree_leaves((args, kwargs))
-        first = next((_sharded(leaf) for leaf in leaves if isinstance(leaf, (ModelShard, _Stands))), None)
+        first = next((_sharded(leaf) for leaf in leaves if isinstance(leaf, (ModelShard, _Delegating))), None)
         if first is None:  # it is in a container that pytree does not open
             return func(*args, **kwargs)
         if name in vars(first):  # a factory: `make_plain_tensors`
             return vars(first)[name](*args[1:], **kwargs)
         if _running_phase(first) is not None:
             return _run_in_forward(func, first, args, kwargs)
-        plain = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not isinstance(leaf, (DTensor, _Stands))]
+        plain = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not isinstance(leaf, (DTensor, _Delegating))]
         changes = writes(name, kwargs)
         into = next(iter((*args, *kwargs.values()))) if changes else None  # torch.nn.init gives keywords
-        if name in READING or (isinstance(into, Tensor) and not isinstance(into, (DTensor, _Stands))):
+        if name in READING or (isinstance(into, Tensor) and not isinstance(into, (DTensor, _Delegating))):
             return func(*tree_map(partial(_read_whole, first), args), **tree_map(partial(_read_whole, first), kwargs))
         joins = not changes and any(tensor.dim() or tensor.requires_grad for tensor in plain)
         if joins and func is torch.autograd.grad:
             raise ArgumentError(
                 f"torch.autograd.grad was asked for the gradient of {first.path}, which is sharded: its gradient comes "
-                "to the shards by loss.backward() alone; call that, and read parameter.grad"
+                "to the shards only by loss.backward(); call that, and read parameter.grad"
             )
         if isinstance(into, ModelShard):
             _settle(into)
@@ -285,7 +285,7 @@ def writes(name: str, kwargs: Mapping[str, Any]) -> bool:
 
 
 def _sharded(value: Any, into: Any = None) -> Any:
-    value = value.sharded() if isinstance(value, _Stands) else value
+    value = value.sharded() if isinstance(value, _Delegating) else value
     if isinstance(into, DTensor) and isinstance(value, DTensor) and value.shape == into.shape:
         return value if value.placements == into.placements else value.redistribute(placements=into.placements)
     return value
@@ -324,15 +324,15 @@ def _settle(value: Any) -> None:
 
 def _joined(value: Any) -> Any:
     """The value for operations with plain tensors: a gathered parameter itself, the global value of a number."""
-    if isinstance(value, _Whole) and not value.untyped_storage().size():  # it has been freed
+    if isinstance(value, _DelegatingParameter) and not value.untyped_storage().size():  # it has been freed
         return value.sharded()
     if not isinstance(value, ModelShard) or value.dim():
         return value
     whole = value.full_tensor()
-    return _AtOnce.apply(whole.detach().requires_grad_(), [whole]) if whole.requires_grad else whole  # type: ignore[no-untyped-call]
+    return _ImmediateBackward.apply(whole.detach().requires_grad_(), [whole]) if whole.requires_grad else whole  # type: ignore[no-untyped-call]
 
 
-class _AtOnce(torch.autograd.Function):
+class _ImmediateBackward(torch.autograd.Function):
     """Runs a number's backward at once, before FSDP2 writes gradients on streams that autograd does not wait for."""
 
     @staticmethod

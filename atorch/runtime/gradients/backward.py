@@ -121,7 +121,7 @@ def postponed(parameter: torch.Tensor) -> list[Postponed]:
 
 
 @contextmanager
-def muted(parameters: Iterable[torch.Tensor], user_hooks: Collection[int] | None = None) -> Iterator[None]:
+def without_user_hooks(parameters: Iterable[torch.Tensor], user_hooks: Collection[int] | None = None) -> Iterator[None]:
     """Inside, users' hooks on gradients are not called, since an optimizer may step in them.
 
     user_hooks: ids of `register_hook` hooks that are users'; others belong to a method. None: all are users'.
@@ -163,7 +163,6 @@ class OtherGradients:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """The noted leaves that are parameters."""
         return [leaf for leaf in self._before if isinstance(leaf, nn.Parameter)]
 
     def restore(self) -> None:

@@ -84,7 +84,7 @@ Key = tuple[dist.ProcessGroup, ...]
 """The groups over which a gradient is sharded; empty for a gradient that every rank has in full."""
 
 
-class ClipsItself:
+class ClippingModel:
     """Base of models whose gradients are not on their parameters, and that clip them themselves."""
 
     def clip_gradients(self, max_norm: float, norm_type: float) -> Tensor:
@@ -119,7 +119,7 @@ def clip_grad_norm(
     _check_positive("norm_type", norm_type, "a number above 0, such as 2.0, or infinity")
     binding = getattr(model, "_atorch", None)
     scale = 1.0 if binding is None else binding.loss_scale()
-    if isinstance(model, ClipsItself):
+    if isinstance(model, ClippingModel):
         return model.clip_gradients(max_norm * scale, norm_type) / scale
     stages: Key = ()
     if binding is not None and binding.mesh is not None and binding.mesh.size("pipeline") > 1:

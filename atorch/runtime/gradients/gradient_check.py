@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from atorch.distributed.collectives import gather_objects
 from atorch.model.state import ParameterWrite
 from atorch.runtime.chunk.parameter import ChunkedParameter
-from atorch.runtime.gradients.clip import ClipsItself
+from atorch.runtime.gradients.clip import ClippingModel
 from atorch.runtime.gradients.norm_guard import unguard
 from atorch.runtime.tensor_parallel.model_layout import ModelLayout
 from atorch.runtime.tensor_parallel.state import whole_tensor
@@ -31,18 +31,18 @@ SMALLEST = 0.1  # least norm, as a fraction of the parameters' RMS norm: smaller
 
 
 @dataclass(frozen=True)
-class Elements:
+class LargestElements:
     """The largest elements of a gradient, by their places in it."""
 
     shape: tuple[int, ...]
     places: Tensor
     values: Tensor
 
-    def __mul__(self, factor: float) -> Elements:
+    def __mul__(self, factor: float) -> LargestElements:
         return replace(self, values=self.values * factor)
 
 
-GradientSample = Mapping[str, Elements]
+GradientSample = Mapping[str, LargestElements]
 """Elements by parameter name."""
 
 
@@ -78,9 +78,9 @@ def _flat(grad: Tensor) -> Tensor:
     return (torch.view_as_real(grad.resolve_conj()) if grad.is_complex() else grad).reshape(-1)
 
 
-def _largest(grad: Tensor, shape: tuple[int, ...]) -> Elements:
+def _largest(grad: Tensor, shape: tuple[int, ...]) -> LargestElements:
     places = grad.abs().topk(min(ELEMENTS, len(grad))).indices
-    return Elements(shape, places.cpu(), grad[places].cpu())
+    return LargestElements(shape, places.cpu(), grad[places].cpu())
 
 
 @torch.no_grad()
@@ -103,7 +103,7 @@ def farthest(
         noise: divisor of the error orthogonal to the sample, relative to the error along it. Rounding in many layers
             adds orthogonal errors; lost or doubly counted gradients add errors along it.
     """
-    parameters = {} if isinstance(model, ClipsItself) else dict(model.named_parameters())
+    parameters = {} if isinstance(model, ClippingModel) else dict(model.named_parameters())
     readers = {name: _reader(name, parameters[name], layout, group) for name in sample if name in parameters}
     without = [name for name, reader in readers.items() if reader is None]
     unread = {name for names in gather_objects(without) for name in names}
@@ -154,7 +154,7 @@ def _reader(
     return lambda: whole_tensor(grad, rows, group)
 
 
-def _distance(grad: Tensor, plain: Elements, scale: float, noise: float) -> float:
+def _distance(grad: Tensor, plain: LargestElements, scale: float, noise: float) -> float:
     if tuple(grad.shape) != plain.shape:
         return 0.0  # another module has the same name
     elements = _flat(grad)[plain.places.to(grad.device)].float().cpu() / scale

@@ -27,10 +27,10 @@ from atorch.model.state import children_in_eval, preserved_state
 from atorch.model.user_functions import LossFunc, value_of
 from atorch.model.wrapper import override
 from atorch.runtime.data.batches import merge, num_rows, take
-from atorch.runtime.data_parallel.gradient_sync import Reduction
+from atorch.runtime.data_parallel.gradient_sync import GradientSync
 from atorch.runtime.loss.reduction import LossWeight, Rule, any_processes
-from atorch.runtime.loss.reduction_probe import Look, kind_of, losses_of
-from atorch.runtime.loss.rescaling import RankWeight, by_kind, weighted
+from atorch.runtime.loss.reduction_probe import ReductionProbe, kind_of, losses_of
+from atorch.runtime.loss.rescaling import LossRescaler, by_kind, weighted
 from atorch.runtime.memory.deferred_output import Deferred, SeparateGradients, deposit_loss, separate_gradients
 
 Size = int | Literal["auto"]
@@ -57,7 +57,7 @@ class MicroBatched:
         loss_weight: Rule = "auto",
         tolerance: float = 1e-4,
         reduce: Literal["once", "each"] = "once",
-        over_ranks: Callable[[LossWeight], RankWeight | None] = lambda rule: None,
+        over_ranks: Callable[[LossWeight], LossRescaler | None] = lambda rule: None,
     ) -> None:
         for name, number in (("size", size), ("count", count)):
             if isinstance(number, int) and number < 1:
@@ -65,9 +65,9 @@ class MicroBatched:
         self._loss_func, self._size, self._count = loss_func, size if count is None else None, count
         self._make = lambda: (rule := LossWeight(loss_weight, tolerance), over_ranks(rule))
         # Weights of micro-batches and of ranks, by kind of call: a divisor in it turns a mean into a sum.
-        self._weights_of: dict[Any, tuple[LossWeight, RankWeight | None]] = {}
+        self._weights_of: dict[Any, tuple[LossWeight, LossRescaler | None]] = {}
         self._switch = _Switch()
-        self._reduction = Reduction(model, each=reduce == "each")
+        self._reduction = GradientSync(model, each=reduce == "each")
         self._parameters = list(model.parameters())  # listed now, as FSDP2 shows others while unsharded
         self._apart = SeparateGradients(self._parameters, [self._reduction])
         # The optimizer creates its state in the first step, so the second step tries again. CPUs raise no such error.
@@ -95,15 +95,15 @@ class MicroBatched:
             weights = self._weights(rule, model, call, pieces, bounds)
             return self._run(model, pieces, weights, self._factor(rule, ranks, model, call, rows))
 
-    def _factor(self, rule: LossWeight, ranks: RankWeight | None, model: nn.Module, call: _Call, rows: int) -> float:
+    def _factor(self, rule: LossWeight, ranks: LossRescaler | None, model: nn.Module, call: _Call, rows: int) -> float:
         """The factor of gradients, applied here since they are reduced before the loss hands them over."""
         if ranks is None:
             return 1.0
         batch, args, kwargs = call
         value = torch.zeros((), device=next(iter(self._parameters)).device)
         run = losses_of(model, self._loss_func)
-        look = Look(rule, run, batch, value, output=None, call=(args, kwargs))
-        return ranks.share(batch, rows, look).factor()
+        probe = ReductionProbe(rule, run, batch, value, output=None, call=(args, kwargs))
+        return ranks.share(batch, rows, probe).factor()
 
     def _run(self, model: nn.Module, pieces: Sequence[_Call], weights: Sequence[float], factor: float) -> Any:
         losses = []

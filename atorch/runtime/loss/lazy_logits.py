@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map_only
 
 from atorch.cost.profile import LEAST_ROWS, LOGIT_CHUNKS
-from atorch.logs import say_once
+from atorch.logs import log_once
 from atorch.model.wrapper import override
 from atorch.runtime.gradients.backward import refuse_second_order
 from atorch.runtime.loss.logit_losses import (
@@ -93,7 +93,7 @@ class LazyLogits(PartialTensor):
 
     def read(self, func: Callable[..., Any], is_written: bool) -> Tensor:
         if not self._is_whole:
-            say_once(
+            log_once(
                 f"cross_entropy: {getattr(func, '__name__', func)} asks for the logits themselves, which are computed "
                 "whole; cross entropies, log-sum-exps and argmax are not in need of them"
             )

@@ -126,7 +126,9 @@ class LossWeight:
             [_normalised(rule, counted[i : i + 2]) for rule, counted in zip(rules, counts, strict=True)]
             for i in range(max(1, len(parts) - 1))
         ]
-        index = max(range(len(pairs)), key=lambda i: max(pair[0] for pair in pairs[i]) - min(p[0] for p in pairs[i]))
+        # The pair of parts on whose weights the rules differ most tells them apart best.
+        spreads = [max(weights[0] for weights in pair) - min(weights[0] for weights in pair) for pair in pairs]
+        index = spreads.index(max(spreads))
         losses = pair_losses(index)
         errors = [0.0 if is_one else _error(weights, losses) for weights in pairs[index]]
         best = min(errors)
@@ -297,7 +299,7 @@ class Gathered:
         self.loss: Any = None
 
     def __call__(self, number: int, output: Any) -> Tensor:
-        """A stand-in for the loss of micro-batch `number`."""
+        """A placeholder for the loss of micro-batch `number`."""
         tensors: list[Tensor] = []
         leaves: list[Tensor] = []
 

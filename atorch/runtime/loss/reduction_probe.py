@@ -97,7 +97,7 @@ def kind_of(data: Any) -> Any:
 
 
 def losses_of(model: nn.Module, loss_func: LossFunc) -> LossesOf:
-    """A function that computes losses of samples for a `Look`: from their outputs, or by running the model."""
+    """A function that computes samples' losses for a `ReductionProbe`: from their outputs, or by running the model."""
 
     def run(samples: Sequence[BatchAndOutput], runs_model: bool) -> list[float]:
         is_wrapped = isinstance(model, (Wrapper, DistributedDataParallel))
@@ -134,7 +134,7 @@ class _Evidence(NamedTuple):
     tells: bool = True
 
 
-class Look:
+class ReductionProbe:
     """A check of rules on a batch, its output and its loss `value`. A call drops rules that do not explain the loss.
 
     run: computes the losses of samples. call: the model's arguments for the output, or None.
@@ -298,7 +298,7 @@ class Look:
         return StrategyError(
             f"the loss is averaged over the processes, but {why}. If it is a mean over rows, of which every process "
             "has as many, that equals the loss on one process. If it compares samples with one another (in-batch "
-            "negatives, CLIP, triplets), each process compares its own alone. Say with auto_accelerate's loss_weight "
+            "negatives, CLIP, triplets), each process compares only its own. Say with auto_accelerate's loss_weight "
             "what it is a mean over: 'rows' for what it is now, 'sum', 'labels', 'shifted_labels', the name of a mask "
             "in the batch, or a function of the batch that counts"
         )

@@ -1,6 +1,6 @@
 """Weights of the losses of processes with different samples, so that training equals that on the whole batch.
 
-    loss_func = RankWeighted(model, loss_func, lambda: RankWeight(rule, group))
+    loss_func = RescaledLoss(model, loss_func, lambda: LossRescaler(rule, group))
     loss = loss_func(batch, model(batch))        # the user's own loss
     loss.backward()                              # its gradient times weight · ranks
 
@@ -32,7 +32,7 @@ from atorch.model.pytree import tensors_in
 from atorch.model.user_functions import LossFunc, value_of, with_value
 from atorch.runtime.data.batches import shared_rows
 from atorch.runtime.loss.reduction import LossWeight, Rule, any_processes, sums
-from atorch.runtime.loss.reduction_probe import ForwardHistory, Look, kind_of, losses_of
+from atorch.runtime.loss.reduction_probe import ForwardHistory, ReductionProbe, kind_of, losses_of
 
 T = TypeVar("T")
 
@@ -55,7 +55,7 @@ class LossScaleFactor(NamedTuple):
 PLAIN = LossScaleFactor(lambda: 1.0, is_plain=True)
 
 
-class RankWeight:
+class LossRescaler:
     """The weight of this rank's loss times the number of ranks, batch by batch.
 
     rule: weights of the losses of parts. group: ranks with different samples. equal_rows: takes this rank's rows; True
@@ -79,22 +79,22 @@ class RankWeight:
         self.is_explained = True
         """True if a rule explains the loss, as far as it was looked at."""
 
-    def share(self, batch: Any, rows: int, look: Callable[[], None]) -> LossScaleFactor:
+    def share(self, batch: Any, rows: int, probe: Callable[[], None]) -> LossScaleFactor:
         """The factor for a batch of which this rank has `rows` rows. All ranks must call it together.
 
-        look: drops the rules that do not explain the loss, by `LossWeight.check`.
+        probe: drops the rules that do not explain the loss, by `LossWeight.check`.
         """
         self.last = 1.0
-        share = self._share(batch, rows, look)
+        share = self._share(batch, rows, probe)
         return share if share.is_plain else share._replace(factor=lambda: self._noted(share.factor()))
 
     def _noted(self, factor: float) -> float:
         self.last = factor
         return factor
 
-    def _share(self, batch: Any, rows: int, look: Callable[[], None]) -> LossScaleFactor:
+    def _share(self, batch: Any, rows: int, probe: Callable[[], None]) -> LossScaleFactor:
         if not self._is_settled:
-            self._settle(batch, rows, look)
+            self._settle(batch, rows, probe)
             self._is_settled = True
         if self._constant is not None:
             constant = self._constant
@@ -108,7 +108,7 @@ class RankWeight:
             return LossScaleFactor(
                 lambda: _factor(counts[0], sums(counts, self._group)[0], self._size), is_empty=not counts[0]
             )
-        factor = self._while_open(batch, rows, counts, look)
+        factor = self._while_open(batch, rows, counts, probe)
         return PLAIN if factor == 1.0 else LossScaleFactor(lambda: factor, is_empty=factor == 0.0)
 
     @property
@@ -121,13 +121,13 @@ class RankWeight:
         """True if the rule is settled, so that the model need not run again to find it."""
         return self._is_settled and (self._constant is not None or len(self.rule.rules or ()) == 1)
 
-    def doubt(self, look: Look) -> None:
+    def doubt(self, probe: ReductionProbe) -> None:
         """Warn if the rule does not explain a later loss: a first batch of one class is no evidence for weights."""
         self._closed += 1
         is_due = self._closed in DOUBTED and self.is_explained and not (self.rule.is_named or is_fake_world())
-        if is_due and not look.holds():
+        if is_due and not probe.holds():
             self.is_explained = False
-            logger.warning("%s", look.failure("a later batch shows that no rule explains it"), extra=OF_THIS_RANK)
+            logger.warning("%s", probe.failure("a later batch shows that no rule explains it"), extra=OF_THIS_RANK)
 
     def give_up(self, why: StrategyError) -> None:
         """Average from now on, as torch does, and warn once."""
@@ -136,11 +136,11 @@ class RankWeight:
             self._already_warned.add("loss")
             logger.warning("%s", why)
 
-    def _settle(self, batch: Any, rows: int, look: Callable[[], None]) -> None:
+    def _settle(self, batch: Any, rows: int, probe: Callable[[], None]) -> None:
         """Find the rules, and the factor if one holds for all steps."""
         if not self.rule.is_checked and not is_fake_world():
             try:
-                look()
+                probe()
             except StrategyError as error:
                 self.give_up(error)
                 return
@@ -148,8 +148,8 @@ class RankWeight:
         if is_fake_world():
             rules = likely(self.rule, batch)
         self.rule.rules = rules
-        if rules == ("sum",) and not self.rule.is_named and isinstance(look, Look):
-            look.need_no_count()
+        if rules == ("sum",) and not self.rule.is_named and isinstance(probe, ReductionProbe):
+            probe.need_no_count()
         self._close(batch, rows)
 
     def _close(self, batch: Any, rows: int) -> None:
@@ -176,16 +176,16 @@ class RankWeight:
             self._constant = 1.0
         return _factor(float(rows), float(table[:, 0].sum()), self._size)
 
-    def _while_open(self, batch: Any, rows: int, counts: Sequence[float], look: Callable[[], None]) -> float:
+    def _while_open(self, batch: Any, rows: int, counts: Sequence[float], probe: Callable[[], None]) -> float:
         """The factor while several rules have held so far; where they differ, the losses are compared again."""
         factors, before = self._factors(counts), math.inf
         if not _agree(factors):
             self._wanted += 1
-        # At the 1st, 2nd, 4th, … difference; again if a look has left fewer rules that still differ.
+        # At the 1st, 2nd, 4th, … difference; again if a probe has left fewer rules that still differ.
         while not _agree(factors) and len(counts) < before and self._wanted & (self._wanted - 1) == 0:
             before = len(counts)
             try:
-                look()
+                probe()
             except StrategyError as error:
                 self.give_up(error)
                 return 1.0
@@ -238,15 +238,15 @@ def _factor(count: float, total: float, size: int) -> float:
     return count * size / total if total else 1.0
 
 
-class RankWeighted:
+class RescaledLoss:
     """A loss function whose gradients average to those of the whole batch; it returns the user's own loss.
 
-    model: computes the outputs. make: returns a new `RankWeight`, called for each kind of batch (`kind_of`).
+    model: computes the outputs. make: returns a new `LossRescaler`, called for each kind of batch (`kind_of`).
     """
 
-    def __init__(self, model: nn.Module, loss_func: LossFunc, make: Callable[[], RankWeight]) -> None:
+    def __init__(self, model: nn.Module, loss_func: LossFunc, make: Callable[[], LossRescaler]) -> None:
         self._loss_func, self._make = loss_func, make
-        self._weights: dict[Any, RankWeight] = {}
+        self._weights: dict[Any, LossRescaler] = {}
         self._calls, self._run = ForwardHistory.of_model(model), losses_of(model, loss_func)
 
     def __call__(self, batch: Any, output: Any) -> Any:
@@ -255,13 +255,13 @@ class RankWeighted:
         if not (torch.is_grad_enabled() and value.requires_grad):
             return loss
         weight = by_kind(self._weights, (kind_of(batch), self._calls.kind), self._make)
-        look = Look(weight.rule, self._run, batch, value, output=output, call=self._calls.of(output))
+        probe = ReductionProbe(weight.rule, self._run, batch, value, output=output, call=self._calls.of(output))
         if weight.is_closed:
-            weight.doubt(look)
+            weight.doubt(probe)
         if weight.is_plain:
             return loss
-        share = weight.share(batch, shared_rows(batch) or 1, look)
-        if all(rank_weight.is_closed for rank_weight in self._weights.values()):
+        share = weight.share(batch, shared_rows(batch) or 1, probe)
+        if all(rescaler.is_closed for rescaler in self._weights.values()):
             self._calls.forget([of_call for _, of_call in self._weights])
         if share.is_plain:
             return loss

@@ -19,7 +19,7 @@ from torch import nn
 from atorch.errors import ArgumentError
 from atorch.model.pytree import map_tensors
 from atorch.model.user_functions import value_of, with_value
-from atorch.runtime.data_parallel.gradient_sync import Reduction
+from atorch.runtime.data_parallel.gradient_sync import GradientSync
 from atorch.runtime.gradients.backward import (
     can_be_reached,
     is_asked,
@@ -93,7 +93,7 @@ def separate_gradients(parameters: Sequence[torch.Tensor], *, reused: bool = Fal
 class SeparateGradients:
     """The gradients of successive calls, separate from `.grad` until the loss of each call hands them over."""
 
-    def __init__(self, parameters: Sequence[torch.Tensor], reductions: Sequence[Reduction]) -> None:
+    def __init__(self, parameters: Sequence[torch.Tensor], reductions: Sequence[GradientSync]) -> None:
         self._parameters, self._reductions = parameters, reductions
         # The gradients of the last call, while its loss is alive.
         self._waiting: weakref.ref[MicroBatchGradients] = weakref.ref(MicroBatchGradients())
@@ -153,7 +153,7 @@ class _Aside(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         raise ArgumentError(
             "backward was called on another item of what loss_func returned than the first. Under micro_batch and "
-            "pipeline_parallel gradients are those of the first alone; add the losses up in loss_func, or leave "
+            "pipeline_parallel gradients are only those of the first; add the losses up in loss_func, or leave "
             "micro_batch and pipeline_parallel out"
         )
 

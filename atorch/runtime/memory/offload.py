@@ -22,9 +22,9 @@ from torch.optim import Optimizer
 
 from atorch.distributed.world import local_world_size
 from atorch.errors import ArgumentError
-from atorch.logs import say_once
+from atorch.logs import log_once
 from atorch.model.user_functions import MakeOptimizer
-from atorch.runtime.optimizer.shadow_parameters import ShadowOptimizer, unrounded
+from atorch.runtime.optimizer.shadow_parameters import ShadowOptimizer, fp32_value_of
 from atorch.runtime.optimizer.user_optimizer import as_groups, materialized, tensor_of
 from atorch.runtime.optimizer.wrapped_optimizer import fuse, layers_of, local
 
@@ -42,7 +42,7 @@ def host_threads(device: torch.device) -> Iterator[None]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = max(1, cores // local_world_size())
     if threads > 1:
-        say_once(
+        log_once(
             f"the host steps with {threads} threads, its share of the cores; OMP_NUM_THREADS=1, as torchrun sets it, "
             "would leave one, and any other number is kept"
         )
@@ -91,9 +91,9 @@ class HostOptimizer(ShadowOptimizer):
         self._chosen = set(_choose(param_groups, share, away))
         self._values: MutableMapping[Tensor, Tensor] = {} if values is None else values
         super().__init__(make_inner, param_groups)
-        self._device = next((local(parameter).device for parameter in self.stand_ins), torch.device("cpu"))
+        self._device = next((local(parameter).device for parameter in self.shadows), torch.device("cpu"))
         if self._device.type != "cpu":
-            with self._stand_ins_shown():
+            with self._with_shadows():
                 fuse(self.inner)  # a CPU's default steps one parameter after another, in six times the time
 
     def step(self, closure: Any = None) -> Any:
@@ -109,12 +109,12 @@ class HostOptimizer(ShadowOptimizer):
             )
         self._follow_changes()
         stepped = []
-        for parameter, copy in self.stand_ins.items():
+        for parameter, copy in self.shadows.items():
             if parameter.grad is not None:
                 copy.grad = _copy_to_host(parameter.grad, like=copy)
                 stepped.append((parameter, copy))
-        _wait(self.stand_ins)
-        with self._stand_ins_shown(), host_threads(self._device):
+        _wait(self.shadows)
+        with self._with_shadows(), host_threads(self._device):
             result = self.inner.step()
         self._bring_up(stepped)
         for _, copy in stepped:
@@ -131,17 +131,17 @@ class HostOptimizer(ShadowOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state, also of an optimizer without offload; masters in it become the parameters' values."""
         self._follow_changes()
-        _wait(self.stand_ins)  # for the last copies to the device
-        before = {copy: local(copy)._version for copy in self.stand_ins.values()}
+        _wait(self.shadows)  # for the last copies to the device
+        before = {copy: local(copy)._version for copy in self.shadows.values()}
         super().load_state_dict(state_dict)
-        self._bring_up([pair for pair in self.stand_ins.items() if local(pair[1])._version != before[pair[1]]])
+        self._bring_up([pair for pair in self.shadows.items() if local(pair[1])._version != before[pair[1]]])
 
-    def _make_stand_in(self, parameter: Tensor) -> Tensor | None:
+    def _make_shadow(self, parameter: Tensor) -> Tensor | None:
         if parameter not in self._chosen:
             return None
         copy = nn.Parameter(_copy_to_host(parameter.detach()), requires_grad=parameter.requires_grad)
         _wait([parameter])  # masters inside start from the completed copy
-        if (value := unrounded(self._values, parameter)) is not None:
+        if (value := fp32_value_of(self._values, parameter)) is not None:
             self._values[copy] = value
         return copy
 
@@ -171,9 +171,9 @@ def on_host(optimizer: Optimizer) -> Iterator[Tensor]:
     hosted: dict[Tensor, None] = {}
     for layer in layers:
         if isinstance(layer, HostOptimizer):
-            hosted.update(dict.fromkeys(layer.stand_ins.values()))
+            hosted.update(dict.fromkeys(layer.shadows.values()))
         elif isinstance(layer, ShadowOptimizer):
-            hosted.update((stand_in, None) for parameter, stand_in in layer.stand_ins.items() if parameter in hosted)
+            hosted.update((shadow, None) for parameter, shadow in layer.shadows.items() if parameter in hosted)
     yield from hosted
     for tensor in hosted:
         yield from (value for value in layers[-1].state.get(tensor, {}).values() if isinstance(value, Tensor))

@@ -1,8 +1,8 @@
-"""An optimizer whose inner one steps on stand-ins for some parameters: wider tensors, tensors elsewhere, or pieces.
+"""An optimizer whose inner one steps shadows of some parameters: wider tensors, tensors elsewhere, or pieces.
 
 Users, schedulers and clipping see the model's parameters. The groups are the inner optimizer's own, so that a changed
-learning rate reaches it. They have the stand-ins only while the inner optimizer runs. `state` is by the model's
-parameters, too. Stand-ins may be nested: fp32 masters may have an inner optimizer with stand-ins on the host.
+learning rate reaches it. They have the shadows only while the inner optimizer runs. `state` is by the model's
+parameters, too. Shadows may be nested: fp32 masters may have an inner optimizer with shadows on the host.
 
 A saved state is numbered by the model's parameters, too. If processes have pieces of parameters, it has this process's,
 1-D for some parameters, and its `share`: the range of elements of each flattened parameter.
@@ -33,20 +33,20 @@ if TYPE_CHECKING:
 
 
 class ShadowOptimizer(WrappedOptimizer):
-    """Base of such optimizers; subclasses implement `_make_stand_in` and `step`.
+    """Base of such optimizers; subclasses implement `_make_shadow` and `step`.
 
     make_inner: makes the inner optimizer, from entries like `groups`.
     groups: parameters, named parameters or groups of either.
     """
 
-    name_of_stand_in: str | None = None  # under which `state` has it, among the states of its parameter
+    name_of_shadow: str | None = None  # under which `state` has it, among the states of its parameter
     steps_pieces = False  # then `state` is by piece
     _noted = frozenset[torch.Tensor]()  # `state` has entries for them, empty ones for those of other processes
     _group: dist.ProcessGroup | None = None  # the processes that have pieces of the parameters
 
     def __init__(self, make_inner: MakeOptimizer, groups: Iterable[Any]) -> None:
-        self.stand_ins: dict[torch.Tensor, torch.Tensor] = {}  # parameter → stand-in
-        inner = make_inner(_converted(list(groups), self._stand_in_of))
+        self.shadows: dict[torch.Tensor, torch.Tensor] = {}  # parameter → shadow
+        inner = make_inner(_converted(list(groups), self._shadow_of))
         originals = self._originals()
         self._shown = [[originals.get(p, p) for p in group["params"]] for group in inner.param_groups]
         show(inner, self._shown)
@@ -63,24 +63,24 @@ class ShadowOptimizer(WrappedOptimizer):
         self.inner.state = defaultdict(dict)
         self.state.update(state)
 
-    def _make_stand_in(self, parameter: torch.Tensor) -> torch.Tensor | None:
+    def _make_shadow(self, parameter: torch.Tensor) -> torch.Tensor | None:
         raise NotImplementedError
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, with new stand-ins, to the inner optimizer; a group that it already has is left alone."""
+        """Add a group, with new shadows, to the inner optimizer; a group that it already has is left alone."""
         if any(param_group is group for group in self.inner.param_groups):
             return
-        (converted,) = _converted([param_group], self._stand_in_of)
+        (converted,) = _converted([param_group], self._shadow_of)
         originals = self._originals()
-        with self._stand_ins_shown():
-            show(self.inner, [[self.stand_ins.get(p, p) for p in shown] for shown in self._shown])
+        with self._with_shadows():
+            show(self.inner, [[self.shadows.get(p, p) for p in shown] for shown in self._shown])
             self.inner.add_param_group(converted)
             self._shown.append([originals.get(p, p) for p in self.inner.param_groups[-1]["params"]])
         self._note_values()
 
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's state, by parameter; where processes have pieces of parameters, this one's."""
-        with self._stand_ins_shown():
+        with self._with_shadows():
             saved = self.inner.state_dict()
         places, numbers, groups = itertools.count(), itertools.count(), []
         listed = {place for group in saved["param_groups"] for place in group["params"]}
@@ -151,7 +151,7 @@ class ShadowOptimizer(WrappedOptimizer):
                 if number in saved["state"]:
                     state.update(zip(own_places, self._divided(parameter, saved["state"][number]), strict=True))
         rest = {key: value for key, value in saved.items() if key != SHARE}
-        with self._stand_ins_shown():
+        with self._with_shadows():
             self.inner.load_state_dict({**rest, "state": state, "param_groups": groups})
         self._share()
 
@@ -163,7 +163,7 @@ class ShadowOptimizer(WrappedOptimizer):
 
     def _stepped_for(self, parameter: torch.Tensor) -> Sequence[torch.Tensor]:
         """The tensors that the inner optimizer steps for a parameter; of pieces those of this process."""
-        return (self.stand_ins.get(parameter, parameter),)
+        return (self.shadows.get(parameter, parameter),)
 
     def _joined(self, parameter: torch.Tensor, made: Sequence[Any]) -> Any:
         """The state to save for a parameter, from those of what is stepped for it; None for none."""
@@ -174,7 +174,6 @@ class ShadowOptimizer(WrappedOptimizer):
         return (entry,)
 
     def _place(self, parameter: torch.Tensor) -> tuple[ChunkMemory, ChunkSlot] | None:
-        """The place of a parameter in chunks."""
         return None
 
     def _ranges(self) -> list[tuple[int, int]] | None:
@@ -188,72 +187,72 @@ class ShadowOptimizer(WrappedOptimizer):
         )
 
     @contextmanager
-    def _stand_ins_shown(self) -> Iterator[None]:
+    def _with_shadows(self) -> Iterator[None]:
         show(self.inner, [[piece for p in shown for piece in self._stepped_for(p)] for shown in self._shown])
         try:
             yield
         finally:
             show(self.inner, self._shown)
 
-    def _stand_in_of(self, parameter: torch.Tensor) -> torch.Tensor:
-        if parameter not in self.stand_ins:
-            stand_in = self._make_stand_in(parameter)
-            if stand_in is None:
+    def _shadow_of(self, parameter: torch.Tensor) -> torch.Tensor:
+        if parameter not in self.shadows:
+            shadow = self._make_shadow(parameter)
+            if shadow is None:
                 return parameter
-            self.stand_ins[parameter] = stand_in
-        return self.stand_ins[parameter]
+            self.shadows[parameter] = shadow
+        return self.shadows[parameter]
 
     def _originals(self) -> dict[torch.Tensor, torch.Tensor]:
-        return {stand_in: parameter for parameter, stand_in in self.stand_ins.items()}
+        return {shadow: parameter for parameter, shadow in self.shadows.items()}
 
     def _note_values(self) -> None:
-        parameters = [local(parameter) for parameter in self.stand_ins]
+        parameters = [local(parameter) for parameter in self.shadows]
         self._versions, self._norms = [parameter._version for parameter in parameters], _norms(parameters)
 
     def _changed(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Parameters that were written since `_note_values`, with their stand-ins.
+        """Parameters that were written since `_note_values`, with their shadows.
 
         A write to `parameter.data` does not raise the parameter's version, and is detected by its norm. A write that
         keeps the norm, such as other signs or another order, is not detected.
         """
-        parameters = [local(parameter) for parameter in self.stand_ins]
+        parameters = [local(parameter) for parameter in self.shadows]
         written = [parameter._version != then for parameter, then in zip(parameters, self._versions, strict=True)]
         for (places, now), (_, then) in zip(_norms(parameters), self._norms, strict=True):
             if not torch.equal(now, then):
                 for place, differs in zip(places, (now != then).tolist(), strict=True):
                     written[place] = written[place] or differs
-        return [pair for pair, is_written in zip(self.stand_ins.items(), written, strict=True) if is_written]
+        return [pair for pair, is_written in zip(self.shadows.items(), written, strict=True) if is_written]
 
 
 class _StatesOfShown(MutableMapping[torch.Tensor, Any]):
-    """An optimizer's states of stand-ins by the parameters that they stand for."""
+    """An optimizer's states of shadows by the parameters that they stand for."""
 
     def __init__(self, states: MutableMapping[torch.Tensor, Any], optimizer: ShadowOptimizer) -> None:
         self._states, self._optimizer = states, optimizer
 
     def __contains__(self, key: Any) -> bool:
-        return self._stand_in(key) in self._states or key in self._optimizer._noted
+        return self._shadow(key) in self._states or key in self._optimizer._noted
 
     def get(self, key: torch.Tensor, default: Any = None) -> Any:
         # Mapping.get would let a defaultdict make states.
         return self[key] if key in self else default  # noqa: SIM401
 
     def __getitem__(self, key: torch.Tensor) -> Any:
-        stand_in, name = self._stand_in(key), self._optimizer.name_of_stand_in
-        if key in self._optimizer._noted and stand_in not in self._states:
+        shadow, name = self._shadow(key), self._optimizer.name_of_shadow
+        if key in self._optimizer._noted and shadow not in self._states:
             return {}
-        states = self._states[stand_in]
-        return states if name is None or stand_in is key else ChainMap(states, {name: stand_in})
+        states = self._states[shadow]
+        return states if name is None or shadow is key else ChainMap(states, {name: shadow})
 
     def __setitem__(self, key: torch.Tensor, value: Any) -> None:
         if not self._optimizer.steps_pieces and not self._optimizer._stepped_for(key):
             return  # another process has its states
-        self._states[self._stand_in(key)] = value.maps[0] if isinstance(value, ChainMap) else value
+        self._states[self._shadow(key)] = value.maps[0] if isinstance(value, ChainMap) else value
 
     def __delitem__(self, key: torch.Tensor) -> None:
         if key not in self:
             raise KeyError(key)
-        self._states.pop(self._stand_in(key), None)
+        self._states.pop(self._shadow(key), None)
         self._optimizer._noted -= {key}
 
     def __iter__(self) -> Iterator[torch.Tensor]:
@@ -263,14 +262,14 @@ class _StatesOfShown(MutableMapping[torch.Tensor, Any]):
     def __len__(self) -> int:
         return len(list(self.__iter__()))
 
-    def _stand_in(self, key: torch.Tensor) -> torch.Tensor:
-        stand_in = self._optimizer.stand_ins.get(key, key)
-        if self._optimizer.steps_pieces and stand_in is not key:
+    def _shadow(self, key: torch.Tensor) -> torch.Tensor:
+        shadow = self._optimizer.shadows.get(key, key)
+        if self._optimizer.steps_pieces and shadow is not key:
             raise ArgumentError(
                 f"the optimizer's state of a parameter of shape {tuple(key.shape)} is kept for a copy or parts of it "
                 "(chunk). Read it from optim.state_dict(), change it by optim.load_state_dict()"
             )
-        return stand_in
+        return shadow
 
 
 @torch.no_grad()
@@ -286,22 +285,22 @@ def _norms(tensors: list[torch.Tensor]) -> list[tuple[list[int], torch.Tensor]]:
     ]
 
 
-def unrounded(values: MutableMapping[torch.Tensor, torch.Tensor], parameter: torch.Tensor) -> torch.Tensor | None:
+def fp32_value_of(values: MutableMapping[torch.Tensor, torch.Tensor], parameter: torch.Tensor) -> torch.Tensor | None:
     """The value of a parameter, or of a slice of one, before rounding, removed from `values`; None if unknown."""
     whole, where = origin(parameter)
     value = values.pop(whole, None)
     return value if value is None or where is None else value.view(-1)[where].clone()
 
 
-def _converted(groups: list[Any], stand_in_of: Callable[[torch.Tensor], torch.Tensor]) -> list[Any]:
+def _converted(groups: list[Any], shadow_of: Callable[[torch.Tensor], torch.Tensor]) -> list[Any]:
 
     def convert(entry: Any) -> Any:
         if isinstance(entry, dict):
             return {**entry, "params": [convert(param) for param in entries_of(entry["params"])]}
         if isinstance(entry, tuple):
             name, parameter = entry
-            return name, stand_in_of(parameter)
-        return stand_in_of(entry)
+            return name, shadow_of(parameter)
+        return shadow_of(entry)
 
     return [convert(entry) for entry in groups]
 

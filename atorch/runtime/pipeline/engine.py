@@ -20,12 +20,19 @@ from torch import Tensor, nn
 from atorch.distributed.collectives import all_or_none
 from atorch.errors import StrategyError
 from atorch.model.state import preserved_state
-from atorch.runtime.data_parallel.gradient_sync import Reduction
+from atorch.runtime.data_parallel.gradient_sync import GradientSync
 from atorch.runtime.loss.reduction import any_processes
-from atorch.runtime.pipeline.schedules import Pattern, StageReduction, TorchStage, make_schedule, places_of, whole_batch
+from atorch.runtime.pipeline.placeholders import TensorSpec, shape_of, sizes_of
+from atorch.runtime.pipeline.schedules import (
+    ScheduleTemplate,
+    StageSync,
+    TorchStage,
+    make_schedule,
+    places_of,
+    whole_batch,
+)
 from atorch.runtime.pipeline.stage import ModelStage, ShapeOracle, stage_of
 from atorch.runtime.pipeline.stage_placement import PlacedSchedule
-from atorch.runtime.pipeline.stand_ins import TensorSpec, shape_of, sizes_of
 
 KEPT = 4
 """The number of cached schedules, each with the buffers of its micro-batches."""
@@ -99,7 +106,7 @@ class Engine:
         device: torch.device,
         oracle: ShapeOracle | None = None,
         replicas: dist.ProcessGroup | None = None,
-        reductions: Sequence[StageReduction] | None = None,
+        reductions: Sequence[StageSync] | None = None,
     ) -> None:
         """`oracle`: replaces the other processes in a fake world. `replicas`: the ranks with other batches.
 
@@ -107,14 +114,14 @@ class Engine:
         """
         self.parts, self.group, self.device = tuple(parts), group, device
         self.stages = [stage_of(part) for part in parts]
-        self.reductions: Sequence[StageReduction] = reductions or [Reduction(part) for part in parts]
+        self.reductions: Sequence[StageSync] = reductions or [GradientSync(part) for part in parts]
         self.places = places_of(schedule, self.stages[0].num_stages, group.size())
         self.last_place = self.places[-1]
         self._name, self.oracle = schedule, oracle
         # With sharded parameters, all ranks of a shard group must run the same passes.
         self._looks_with = replicas if any(reduction.is_sharded for reduction in self.reductions) else None
         self.pieces = [LocalStage(part, self) for part in parts]
-        self._patterns: dict[tuple[str | PlacedSchedule, int, bool], Pattern] = {}
+        self._patterns: dict[tuple[str | PlacedSchedule, int, bool], ScheduleTemplate] = {}
         self._schedules: dict[Any, Any] = {}
         self._seen: dict[Any, list[Sequence[TensorSpec]]] = {}  # sizes of a call's arguments → shapes of its results
         self.job: _Job | None = None
@@ -180,7 +187,7 @@ class Engine:
         key = name, micro_batches, train
         if key not in self._patterns:
             stages = self._torch_stages(name, shapes)
-            self._patterns[key] = Pattern(make_schedule(name, stages, micro_batches, train=train), stages)
+            self._patterns[key] = ScheduleTemplate(make_schedule(name, stages, micro_batches, train=train), stages)
         return self._patterns[key].on(self._torch_stages(name, shapes))
 
     def _torch_stages(self, name: str | PlacedSchedule, shapes: Sequence[Sequence[TensorSpec]]) -> list[TorchStage]:
@@ -216,7 +223,7 @@ class Engine:
         if place is None:
             return []
         stage, part = self.stages[place], self.parts[place]
-        wires = [table[value.call][value.number].stand_in(self.device).clone() for value in stage.incoming]
+        wires = [table[value.call][value.number].zeros(self.device).clone() for value in stage.incoming]
         with (
             torch.no_grad(),
             preserved_state(part),
@@ -271,5 +278,5 @@ class LocalStage(nn.Module):
         zero = sum((wire.sum() * 0 for wire in wires if wire.requires_grad), zero)
         if self.stage.is_last:
             return zero
-        zeros = [job.shapes[value.call][value.number].stand_in(self._engine.device) for value in self.stage.outgoing]
+        zeros = [job.shapes[value.call][value.number].zeros(self._engine.device) for value in self.stage.outgoing]
         return tuple(item + zero.to(item.dtype) if item.is_floating_point() else item.contiguous() for item in zeros)

@@ -30,15 +30,15 @@ from atorch.model.user_functions import LossFunc, value_of
 from atorch.model.wrapper import Wrapper
 from atorch.runtime.data.batches import merge, num_rows, take
 from atorch.runtime.data_parallel.buckets import broadcast
-from atorch.runtime.data_parallel.gradient_sync import Reduction
+from atorch.runtime.data_parallel.gradient_sync import GradientSync
 from atorch.runtime.gradients.backward import expects_none, is_captured, weakly
 from atorch.runtime.loss.reduction import Gathered, LossWeight, Rule
-from atorch.runtime.loss.reduction_probe import BatchAndOutput, Look
-from atorch.runtime.loss.rescaling import RankWeight, weighted
+from atorch.runtime.loss.reduction_probe import BatchAndOutput, ReductionProbe
+from atorch.runtime.loss.rescaling import LossRescaler, weighted
 from atorch.runtime.memory.deferred_output import Deferred, SeparateGradients, deposit_loss
 from atorch.runtime.pipeline.engine import Engine, StageCalls
-from atorch.runtime.pipeline.stage_placement import Ties
-from atorch.runtime.pipeline.stand_ins import TensorSpec, shape_of
+from atorch.runtime.pipeline.placeholders import TensorSpec, shape_of
+from atorch.runtime.pipeline.stage_placement import SharedParameters
 
 _Call = tuple[Any, tuple[Any, ...], dict[str, Any]]  # (batch, the model's positional and keyword arguments)
 
@@ -46,7 +46,7 @@ _Call = tuple[Any, tuple[Any, ...], dict[str, Any]]  # (batch, the model's posit
 class Pipeline(Wrapper):
     """The stages of this process, called as the whole model is. Parameters keep their names in the whole model."""
 
-    def __init__(self, engine: Engine, ties: Ties, names: Sequence[str]) -> None:
+    def __init__(self, engine: Engine, ties: SharedParameters, names: Sequence[str]) -> None:
         super().__init__()
         self.engine, self.ties = engine, ties
         self.state_names = tuple(names)  # of the whole model's state, in its order
@@ -64,8 +64,8 @@ class Pipeline(Wrapper):
             for place, leaf in leaves_of({**dict(enumerate(args)), **kwargs}, "argument"):
                 if isinstance(leaf, Tensor) and leaf.requires_grad:
                     raise ArgumentError(
-                        f"{place} of the pipelined model requires a gradient, which the first stage's "
-                        "process alone would get; detach it, or let a module of the model compute it"
+                        f"{place} of the pipelined model requires a gradient, which only the first "
+                        "stage's process would get; detach it, or let a module of the model compute it"
                     )
             return Deferred(self, args, kwargs)
         outputs: list[Any] = []
@@ -142,7 +142,7 @@ class PipelinedLoss:
         loss_weight: Rule = "auto",
         tolerance: float = 1e-4,
         replicas: dist.ProcessGroup | None = None,
-        over_ranks: Callable[[LossWeight], RankWeight | None] = lambda rule: None,
+        over_ranks: Callable[[LossWeight], LossRescaler | None] = lambda rule: None,
     ) -> None:
         self._model, self._engine = model, model.engine
         self._loss_func, self._count_of = loss_func, count_of
@@ -150,7 +150,7 @@ class PipelinedLoss:
         self._ranks = over_ranks(self._weight)
         self._is_auto, self._tolerance = loss_weight == "auto", tolerance
         parameters = list(dict.fromkeys(model.parameters()))  # now: while unsharded, FSDP2 has other parameters
-        self._apart = SeparateGradients(parameters, [Reduction(part) for part in self._engine.parts])
+        self._apart = SeparateGradients(parameters, [GradientSync(part) for part in self._engine.parts])
         self._named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         for name, parameter in self._named.items():
             parameter.register_hook(expects_none(partial(weakly(self._refuse_direct), name)))
@@ -177,9 +177,9 @@ class PipelinedLoss:
             return
         if not is_captured(get_gradient_edge(self._named[name]).node):
             raise ArgumentError(
-                f"backward came to {name} by another way than the loss of loss_func, such as a penalty that the loop "
-                "computes of model.parameters(). A process has those of its stages alone. Compute it in loss_func, "
-                "which is given all that it takes from the model, or use the optimizer's weight_decay"
+                f"backward came to {name} by another path than the loss of loss_func, such as a penalty that the loop "
+                "computes of model.parameters(). A process has only those of its own stages. Compute it in "
+                "loss_func, which gets all parameters that it reads, or use the optimizer's weight_decay"
             )
 
     def _factor(self, call: _Call, is_gathered: bool) -> float:
@@ -192,11 +192,11 @@ class PipelinedLoss:
         def run(samples: Sequence[BatchAndOutput], runs_model: bool) -> list[float]:
             return self._losses([(batch, *call) for batch, call in samples])
 
-        look = Look(self._ranks.rule, run, batch, value, output=None, call=(args, kwargs))
+        probe = ReductionProbe(self._ranks.rule, run, batch, value, output=None, call=(args, kwargs))
         if is_gathered:
-            self._ranks.give_up(look.failure("no rule explains it"))
+            self._ranks.give_up(probe.failure("no rule explains it"))
         rows = num_rows(batch=batch, args=args, kwargs=kwargs)
-        return self._ranks.share(batch, rows, look).factor()
+        return self._ranks.share(batch, rows, probe).factor()
 
     def settle(self, batch: Any, output: Deferred) -> None:
         """Find the rule on a sample by which losses of micro-batches make the batch's; later batches refine it.

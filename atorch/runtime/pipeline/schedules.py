@@ -36,8 +36,8 @@ from torch.distributed.pipelining.schedules import _Action, _ComputationType, _P
 
 from atorch.errors import StrategyError
 from atorch.logs import logger
+from atorch.runtime.pipeline.placeholders import TensorSpec
 from atorch.runtime.pipeline.stage_placement import PlacedSchedule, turns
-from atorch.runtime.pipeline.stand_ins import TensorSpec
 
 Users = Mapping[Node, list[Node]]
 """For each node of an autograd graph, the nodes from which backward reaches it."""
@@ -111,8 +111,8 @@ def places_of(schedule: str | PlacedSchedule, num_stages: int, size: int) -> tup
     return tuple(stage % size for stage in range(num_stages)) if isinstance(schedule, str) else schedule.places
 
 
-class StageReduction(Protocol):
-    """Controls the reduction of a stage's gradients: `gradient_sync.Reduction`, or another implementation."""
+class StageSync(Protocol):
+    """Controls the reduction of a stage's gradients: `gradient_sync.GradientSync`, or another implementation."""
 
     @property
     def is_sharded(self) -> bool:
@@ -144,7 +144,7 @@ class TorchStage(PipelineStage):
         self,
         schedule: str | PlacedSchedule,
         module: nn.Module,
-        reduction: StageReduction,
+        reduction: StageSync,
         index: int,
         num_stages: int,
         incoming: Sequence[tuple[TensorSpec, bool]],
@@ -247,7 +247,7 @@ class _PlacedSchedule(_PipelineScheduleRuntime):
 
 
 @dataclass(frozen=True)
-class Pattern:
+class ScheduleTemplate:
     """A template schedule, never run itself, and its stages: the schedules that run are copies, on other stages.
 
     The order of passes depends only on the numbers of stages and micro-batches, and torch may take seconds to compute

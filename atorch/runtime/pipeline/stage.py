@@ -1,9 +1,9 @@
 """A stage of a pipeline: the whole model, of which only the stage's own units hold parameters and run.
 
 A stage runs the model's own forward, so masks, positions and other code between units work as usual. Units of other
-stages are hollow: the module and its attributes stay, but stand-ins without values replace its parameters. Calling one
-returns the tensors that an earlier stage sent, or stand-ins of the right shape for tensors that this stage does not
-need. The forward ends at the first call of a later stage, and the stage sends the tensors that are needed there.
+stages are hollow: the module and its attributes stay, but placeholders replace its parameters. Calling one returns the
+tensors that an earlier stage sent, or zeros of the right shape for tensors that this stage does not need. The forward
+ends at the first call of a later stage, and the stage sends the tensors that are needed there.
 
 Each stage that calls a unit holds it, as it does a parameter outside of units that it needs. The gradients of those
 that several stages hold are summed (`stage_placement`).
@@ -26,9 +26,9 @@ from atorch.model.pytree import map_leaves, tensors_in
 from atorch.model.state import preserved_state
 from atorch.model.structure import parameter_names
 from atorch.model.wrapper import override, override_forward
-from atorch.runtime.data_parallel.gradient_sync import Reduction
+from atorch.runtime.data_parallel.gradient_sync import GradientSync
 from atorch.runtime.pipeline.capture.stage_dataflow import CallOutput, OutputIndex, Route
-from atorch.runtime.pipeline.stand_ins import Away, TensorSpec, need_values, shape_of
+from atorch.runtime.pipeline.placeholders import Placeholder, TensorSpec, need_values, shape_of
 
 STAGE = "_atorch_stage"
 """The attribute of units with their stage and their name; on a stage's model the name is empty."""
@@ -110,16 +110,18 @@ class _Visit:
         return output
 
     def _sent(self, number: int) -> Any:
-        sent: dict[OutputIndex, Tensor] = {}  # one tensor where the call returns it in two places
+        sent: dict[OutputIndex, Tensor] = {}  # a tensor that is returned in two places arrives as one
 
         def fill(leaf: Any, place: str) -> Any:
-            if isinstance(leaf, OutputIndex) and leaf not in sent:
+            if not isinstance(leaf, OutputIndex):
+                return leaf
+            if leaf not in sent:
                 value = CallOutput(number, leaf)
                 tensor = self.values.get(value)
                 if tensor is None:
-                    tensor = self.shapes[number][leaf].stand_in(self.stage.device)
+                    tensor = self.shapes[number][leaf].zeros(self.stage.device)
                 sent[leaf] = self._own(value, tensor)
-            return sent[leaf] if isinstance(leaf, OutputIndex) else leaf
+            return sent[leaf]
 
         return map_leaves(fill, self.stage.route.calls[number].returns)
 
@@ -250,7 +252,7 @@ def _hollow(part: nn.Module, kept: set[str], stage: ModelStage) -> None:
                 its_path = f"{path}.{name}" if path else name
                 if tensor is not None and its_path not in kept:
                     del held[name]
-                    vars(module)[name] = Away.of(its_path, tensor, stage.device, stage.passes_by)
+                    vars(module)[name] = Placeholder.of(its_path, tensor, stage.device, stage.passes_by)
 
 
 def _structure(model: nn.Module, before: set[str], inside: set[str]) -> nn.Module:
@@ -311,7 +313,7 @@ class ShapeOracle:
     """
 
     def __init__(self, part: nn.Module) -> None:
-        self._part, self._stage, self._reduction = part, stage_of(part), Reduction(part)
+        self._part, self._stage, self._reduction = part, stage_of(part), GradientSync(part)
 
     @property
     def tensors(self) -> Iterator[torch.Tensor]:

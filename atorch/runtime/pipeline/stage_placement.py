@@ -50,7 +50,7 @@ def by_torch(placed: PlacedSchedule, micro_batches: int) -> str | PlacedSchedule
     return "1f1b" if placed.active >= num_stages else placed
 
 
-class Turn(NamedTuple):
+class PassSlot(NamedTuple):
     """A pass of a micro-batch through a stage."""
 
     is_backward: bool
@@ -58,11 +58,11 @@ class Turn(NamedTuple):
     number: int
 
 
-def turns(placed: PlacedSchedule, micro_batches: int) -> list[list[Turn]]:
+def turns(placed: PlacedSchedule, micro_batches: int) -> list[list[PassSlot]]:
     """The passes of each process, in order; without training, torch leaves out the backward passes."""
     progress = _Progress(placed, micro_batches)
-    order: list[list[Turn]] = [[] for _ in range(max(placed.places) + 1)]
-    running: list[tuple[int, int, Turn]] = []  # (when it ends, process, pass)
+    order: list[list[PassSlot]] = [[] for _ in range(max(placed.places) + 1)]
+    running: list[tuple[int, int, PassSlot]] = []  # (when it ends, process, pass)
     busy: set[int] = set()
     now = 0
     while True:
@@ -91,23 +91,23 @@ class _Progress:
         self._begun: dict[bool, list[int]] = {way: [0] * (self._last + 1) for way in (False, True)}
         self._ended: dict[bool, list[int]] = {way: [0] * (self._last + 1) for way in (False, True)}
 
-    def begin(self, turn: Turn) -> None:
+    def begin(self, turn: PassSlot) -> None:
         self._begun[turn.is_backward][turn.stage] += 1
 
-    def end(self, turn: Turn) -> None:
+    def end(self, turn: PassSlot) -> None:
         self._ended[turn.is_backward][turn.stage] += 1
 
-    def next(self, place: int) -> Turn | None:
+    def next(self, place: int) -> PassSlot | None:
         """The next pass of a free process; None where none is ready."""
         stages = [stage for stage in range(self._last, -1, -1) if self._placed.places[stage] == place]
         return next(self._ready(stages), None)
 
-    def _ready(self, stages: Sequence[int]) -> Iterator[Turn]:
+    def _ready(self, stages: Sequence[int]) -> Iterator[PassSlot]:
         for is_backward in (False, True) if self._placed.rounds else (True, False):
             for stage in stages:
                 number = self._begun[is_backward][stage]
                 if number < self._count and (self._goes_back if is_backward else self._goes_on)(stage, number):
-                    yield Turn(is_backward, stage, number)
+                    yield PassSlot(is_backward, stage, number)
 
     def _goes_on(self, stage: int, number: int) -> bool:
         if stage:
@@ -127,7 +127,7 @@ Shared = Sequence[tuple[tuple[str, ...], tuple[int, ...]]]
 """For each parameter that several stages hold: all its names, and the stages, ascending."""
 
 
-class Ties:
+class SharedParameters:
     """The shared parameters of the stages `parts` on this process; `places` are the processes of all stages."""
 
     def __init__(
@@ -148,7 +148,6 @@ class Ties:
 
     @property
     def parameters(self) -> list[Tensor]:
-        """The copies on this process."""
         return [parameter for _, copies in self._ties for parameter in copies]
 
     @torch.no_grad()

@@ -1,1 +1,1 @@
-"""Precision: autocast and loss scales, fp32 master weights, and 8-bit products."""
+"""Precision: autocast and loss scales, fp32 master weights, and 8-bit matmuls."""

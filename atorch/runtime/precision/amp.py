@@ -23,7 +23,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from atorch.distributed.collectives import world_group
-from atorch.logs import logger, say_once
+from atorch.logs import log_once, logger
 from atorch.model.pytree import in_fp32
 from atorch.model.user_functions import LossFunc, value_of, with_value
 from atorch.model.wrapper import override_forward
@@ -148,7 +148,7 @@ def scale_loss(loss_func: LossFunc, scale: LossScale) -> LossFunc:
 
     def scale_gradient(gradient: torch.Tensor) -> torch.Tensor:
         if torch.is_grad_enabled():  # with create_graph=True
-            say_once(
+            log_once(
                 "create_graph=True was given for a loss whose gradients fp16 scales: compute the penalty inside "
                 "loss_func, or divide its gradients by result.optim.scale() and multiply it by that",
                 logging.WARNING,

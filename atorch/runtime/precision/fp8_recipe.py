@@ -1,4 +1,4 @@
-"""The scales of fp8 products and the package that computes them, chosen without torch, as a plan does."""
+"""The scales of fp8 matmuls and the package that computes them, chosen without torch, as a plan does."""
 
 from __future__ import annotations
 

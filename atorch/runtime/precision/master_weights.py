@@ -26,7 +26,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from atorch.errors import CheckpointError
 from atorch.model.pytree import map_tensors
 from atorch.model.user_functions import MakeOptimizer
-from atorch.runtime.optimizer.shadow_parameters import ShadowOptimizer, unrounded
+from atorch.runtime.optimizer.shadow_parameters import ShadowOptimizer, fp32_value_of
 from atorch.runtime.optimizer.wrapped_optimizer import (
     HAS_MASTERS,
     MASTER,
@@ -102,7 +102,7 @@ class MasterWeights(ShadowOptimizer):
     its master's new value.
     """
 
-    name_of_stand_in = MASTER
+    name_of_shadow = MASTER
 
     def __init__(
         self,
@@ -124,7 +124,7 @@ class MasterWeights(ShadowOptimizer):
         self._refuse(closure)
         self._follow_changes()
         self._give_late_masters()
-        pairs: list[tuple[Any, Any]] = [(p, self.stand_ins.get(p, p)) for shown in self._shown for p in shown]
+        pairs: list[tuple[Any, Any]] = [(p, self.shadows.get(p, p)) for shown in self._shown for p in shown]
         trained = [(parameter, master) for parameter, master in pairs if parameter.grad is not None]
         halves = [(parameter, master) for parameter, master in trained if master is not parameter]
         for parameter, master in halves:
@@ -132,7 +132,7 @@ class MasterWeights(ShadowOptimizer):
         factor = 1.0 / self._loss_scale()
         if factor != 1.0 and trained:
             torch._foreach_mul_([grad for _, master in trained if (grad := dense_gradient(master)) is not None], factor)
-        with self._stand_ins_shown():
+        with self._with_shadows():
             result = self.inner.step()
         for _, master in halves:
             master.grad = None
@@ -149,20 +149,20 @@ class MasterWeights(ShadowOptimizer):
         super()._load(without_masters(saved))
         masters = [(parameter, entry[MASTER]) for parameter, entry in self._entries(saved) if _has_master(entry)]
         for parameter, value in masters:
-            if parameter in self.stand_ins:
-                self.stand_ins[parameter].copy_(value)
+            if parameter in self.shadows:
+                self.shadows[parameter].copy_(value)
         if masters:
-            self._round(list(self.stand_ins.items()))
+            self._round(list(self.shadows.items()))
 
     def _joined(self, parameter: torch.Tensor, made: Sequence[Any]) -> Any:
         """The inner optimizer's state, with the master under `master`."""
-        master = self.stand_ins.get(parameter)
+        master = self.shadows.get(parameter)
         return made[0] if master is None else {**(made[0] or {}), MASTER: master.detach()}
 
-    def _make_stand_in(self, parameter: torch.Tensor) -> torch.Tensor | None:
+    def _make_shadow(self, parameter: torch.Tensor) -> torch.Tensor | None:
         if not (parameter.requires_grad and _is_half(parameter)):
             return None
-        value = unrounded(self._values, parameter)
+        value = fp32_value_of(self._values, parameter)
         if value is not None:
             value = value.to(parameter.device, torch.float32)
         if value is None or not torch.equal(value.to(parameter.dtype), parameter.detach()):
@@ -173,7 +173,7 @@ class MasterWeights(ShadowOptimizer):
         """Make masters for parameters that were frozen when the optimizer was made and now have a gradient."""
         for parameter in itertools.chain.from_iterable(self._shown):
             if _is_half(parameter) and parameter.grad is not None:
-                self._stand_in_of(parameter)
+                self._shadow_of(parameter)
 
     @torch.no_grad()
     def _follow_changes(self) -> None:
@@ -232,11 +232,11 @@ def _steps_masters(optimizer: Optimizer | None) -> bool:
 
 def without_masters(saved: dict[str, Any]) -> dict[str, Any]:
     """A state of `MasterWeights` as one of the inner optimizer."""
-    entries = {
-        number: {key: value for key, value in entry.items() if key != MASTER} if _has_master(entry) else entry
-        for number, entry in saved["state"].items()
-    }
-    state = {number: entry for number, entry in entries.items() if entry or not _has_master(saved["state"][number])}
+    state = {}
+    for number, entry in saved["state"].items():
+        rest = {key: value for key, value in entry.items() if key != MASTER} if _has_master(entry) else entry
+        if rest or not _has_master(entry):  # an optimizer without states, such as SGD, had an entry for its master only
+            state[number] = rest
     groups = [{key: value for key, value in group.items() if key != HAS_MASTERS} for group in saved["param_groups"]]
     return {**saved, "state": state, "param_groups": groups}
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from atorch.distributed.collectives import all_or_none, call_on_all_ranks
-from atorch.distributed.fingerprints import described_call
+from atorch.distributed.fingerprints import facts_of_call
 from atorch.distributed.rng import preserved_rng, random_state
 from atorch.errors import ArgumentError, StrategyError
 from atorch.model.copy_isolation import Originals
@@ -106,7 +106,7 @@ def tensor_parallel(
     if is_agreed:
         check()
     else:
-        call_on_all_ranks("tensor_parallel", lambda: described_call(model, plan=plan, **options), check, group=group)
+        call_on_all_ranks("tensor_parallel", lambda: facts_of_call(model, plan=plan, **options), check, group=group)
     make_splittable(model)
     ranks = Ranks(mesh.size(), mesh)
     watched = all_or_none(lambda: Watched(model, run), group)

@@ -95,9 +95,8 @@ class Staged:
 
 def whole_saves(folder: Path, name: str) -> list[str]:
     """The saves of a name that all processes have written, but not all have moved; all processes call it."""
-    here = all_or_none(
-        lambda: [match[1] for entry in _names(folder) if (match := _match(name, entry)) and not match[2]]
-    )
+    matches = all_or_none(lambda: [_match(name, entry) for entry in _names(folder)])
+    here = [match[1] for match in matches if match and not match[2]]  # group 2 marks a save in progress, or an old one
     return sorted({save for saves in gather_objects(here) for save in saves})
 
 

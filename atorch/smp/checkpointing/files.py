@@ -101,7 +101,6 @@ class PartialFiles(NamedTuple):
         return parts[0] if is_alike else merged(parts, shown(self.start)), next(iter(saves))
 
     def numbers(self) -> list[int]:
-        """The numbers of the existing files."""
         path = Path(self.path(0)).parent
         names = (str(path / file.name) for file in path.iterdir()) if path.is_dir() else ()
         start, end = re.escape(str(path / Path(f"{self.start}0").name[:-1])), re.escape(self.end)

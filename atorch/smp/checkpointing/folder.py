@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from atorch.distributed.collectives import all_or_none, all_reduce_max, call_on_all_ranks, from_rank_zero
-from atorch.distributed.fingerprints import described
+from atorch.distributed.fingerprints import facts_of
 from atorch.errors import ArgumentError, CheckpointError, check_bools, shown
 from atorch.files import AnyPath, check_target, write
 from atorch.files.strict_json import Format, read_json
@@ -70,7 +70,7 @@ def save_checkpoint(
         check_bools("smp.save_checkpoint", partial=partial, translate_if_full=translate_if_full)
         _check_save(path, tag, partial, model, optimizer, num_kept_partial_checkpoints)
 
-    call_on_all_ranks("smp.save_checkpoint", lambda: {"given": described("save_checkpoint", {**options, **has})}, check)
+    call_on_all_ranks("smp.save_checkpoint", lambda: {"given": facts_of("save_checkpoint", {**options, **has})}, check)
     folder = Path(path)
     staged = Staged(folder, _name(tag, partial), from_rank_zero(secrets.token_hex(8)))
     user_content = all_or_none(lambda: _plain(user_content, "user_content"))
@@ -138,7 +138,7 @@ def resume_from_checkpoint(
         return _newest(folder, partial) if tag is None else _check_tag(tag)
 
     local = call_on_all_ranks(
-        "smp.resume_from_checkpoint", lambda: {"given": described("resume_from_checkpoint", options)}, look
+        "smp.resume_from_checkpoint", lambda: {"given": facts_of("resume_from_checkpoint", options)}, look
     )
     # Machines with folders of their own may list different tags if a save was killed in between; rank 0 decides.
     chosen, folder = from_rank_zero(local), Path(path)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from atorch.errors import ArgumentError, shown
-from atorch.logs import say_once
+from atorch.logs import log_once
 from atorch.runtime.fused import optional
 
 WITHOUT_EFFECT: Mapping[str, str] = {
@@ -121,7 +121,7 @@ class FusedLayerNorm(nn.LayerNorm):
         self._kernel = "fused_layer_norm_affine" if elementwise_affine else "fused_layer_norm"
         self._has_apex = optional(_APEX, self._kernel) is not None  # a search for a missing package is slow
         if not self._has_apex:
-            say_once(
+            log_once(
                 "smp.nn.FusedLayerNorm is torch's layer_norm, which computes the same: apex is not installed (build "
                 "NVIDIA's from its repository)"
             )

@@ -27,7 +27,7 @@ from atorch.errors import AtorchError, StrategyError
 from atorch.model.user_functions import value_of
 from atorch.runtime.data_parallel.buckets import in_buckets
 from atorch.runtime.data_parallel.collective_order import CollectiveEvent, RankFailedError
-from atorch.runtime.data_parallel.gradient_sync import Reduction
+from atorch.runtime.data_parallel.gradient_sync import GradientSync
 from atorch.runtime.fsdp.collectives import passes_of
 from atorch.runtime.fsdp.groups import arrange, by_block
 from atorch.runtime.fsdp.shard import shard
@@ -174,7 +174,7 @@ class Averaging:
         bucket.work = reduced
 
 
-class PartReduction(Reduction):
+class PartSync(GradientSync):
     """The reduction of one stage in a step, whose end finishes the averaging.
 
     averaging: None for one replica.
@@ -201,7 +201,7 @@ class ShardedPasses:
     """The passes of a model with sharded parameters, and their gradient reduction."""
 
     def __init__(self, part: nn.Module) -> None:
-        self._reduction, self._passes = Reduction(part), passes_of(part)
+        self._reduction, self._passes = GradientSync(part), passes_of(part)
         self._is_inside = False
         part.register_forward_pre_hook(lambda *_: self._enter(), prepend=True)
         part.register_forward_hook(lambda *_: self._leave())

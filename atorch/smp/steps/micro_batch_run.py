@@ -28,7 +28,7 @@ _BY_ITSELF = (
 )
 
 
-class Body:
+class MicroBatchRun:
     """One run of a step's function.
 
     Args:
@@ -138,7 +138,7 @@ def stage_in(part: nn.Module | None) -> ModelStage | None:
 
 
 def _refuse_backward(gradient: Tensor) -> None:
-    """A hook of the model's output. It must not refer to the Body, which autograd would then keep alive in a cycle."""
+    """A hook of the model's output. It must not refer to the run, which autograd would then keep alive in a cycle."""
     raise ArgumentError(_BY_ITSELF)
 
 

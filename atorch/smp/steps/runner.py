@@ -17,21 +17,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from atorch.distributed.collectives import all_or_none, all_reduce_max, first_not_none
-from atorch.distributed.fingerprints import both_ways
+from atorch.distributed.fingerprints import hash_pair
 from atorch.errors import ArgumentError, StrategyError
 from atorch.logs import logger
 from atorch.model.pytree import map_tensors
 from atorch.runtime.data_parallel.buckets import broadcast
 from atorch.runtime.pipeline.engine import Engine
 from atorch.runtime.pipeline.pipeline import from_place
+from atorch.runtime.pipeline.placeholders import sizes_of
 from atorch.runtime.pipeline.stage import stage_of
-from atorch.runtime.pipeline.stage_placement import PlacedSchedule, Ties, turns
-from atorch.runtime.pipeline.stand_ins import sizes_of
+from atorch.runtime.pipeline.stage_placement import PlacedSchedule, SharedParameters, turns
 from atorch.smp.model import DistributedModel
 from atorch.smp.session import Session, tracing
 from atorch.smp.steps.averaging import Averaging, ShardedPasses
-from atorch.smp.steps.micro_batch_run import Body, Owners
-from atorch.smp.steps.slicing import Start, StepArguments, beginnings, has_begun_none
+from atorch.smp.steps.micro_batch_run import MicroBatchRun, Owners
+from atorch.smp.steps.slicing import StepArguments, StepStart, beginnings, no_step_begun
 
 LOOKS = 3
 """Number of first steps whose batches are compared over the processes of a pipeline."""
@@ -56,7 +56,7 @@ class Runner:
     parts: tuple[nn.Module, ...]
     placed: PlacedSchedule
     engine: Engine | None
-    ties: Ties | None
+    ties: SharedParameters | None
     averaging: Averaging | None
     passes: ShardedPasses | None
     faults: list[Exception]
@@ -76,7 +76,7 @@ class Runner:
         """The factor of losses before backward."""
         return 1.0 if self.owner.optimizer is None else float(self.owner.optimizer.loss_scale)
 
-    def run(self, function: Callable[..., Any], start: Start, detach: bool) -> list[Any]:
+    def run(self, function: Callable[..., Any], start: StepStart, detach: bool) -> list[Any]:
         """Run a step; returns the function's result for each micro-batch, on every process of the pipeline.
 
         Raises:
@@ -111,7 +111,7 @@ class Runner:
         while True:
             for parameter in parameters:
                 parameter.grad = None
-            if has_begun_none(self.owner):
+            if no_step_begun(self.owner):
                 break
             self.faults.clear()
             self._average(False)
@@ -150,7 +150,7 @@ class Runner:
 
     def _compare(self, pieces: Sequence[StepArguments], group: dist.ProcessGroup) -> None:
         """Warn if processes of a pipeline have different batches: inputs and labels would not match."""
-        high, low = all_reduce_max(both_ways(beginnings(pieces)), group)
+        high, low = all_reduce_max(hash_pair(beginnings(pieces)), group)
         if high != -low:
             logger.warning(
                 "processes of one pipeline were given different batches: inputs are taken of the first one's, and what "
@@ -205,7 +205,6 @@ class Runner:
             all_or_none(raise_first)
 
     def _from_last(self, data: Any) -> Any:
-        """The data of the pipeline's last stage."""
         engine = self.engine
         assert engine is not None, "a pipeline"
         received = from_place(data, engine.last_place, engine.group, engine.device)
@@ -215,7 +214,7 @@ class Runner:
 class _Work:
     """The micro-batches of a step, in the engine's interface."""
 
-    def __init__(self, runner: Runner, function: Callable[..., Any], start: Start, detach: bool) -> None:
+    def __init__(self, runner: Runner, function: Callable[..., Any], start: StepStart, detach: bool) -> None:
         self.kind, self.pieces, self.train = (function, start.kind), start.pieces, False
         self.returned: list[Any] = [None] * self.count
         self.looked = False
@@ -277,13 +276,13 @@ class _Work:
                         self.went_back = True
                         losses.pop(number).backward()
 
-    def _body(self, number: int, part: nn.Module) -> Body:
-        body = Body(self._function, self.pieces[number], number, part, self._owners)
+    def _body(self, number: int, part: nn.Module) -> MicroBatchRun:
+        body = MicroBatchRun(self._function, self.pieces[number], number, part, self._owners)
         with self._runner.model.serving(body):
             body.run(self._runner.seed_of(number))
         return body
 
-    def _concluded(self, body: Body) -> Tensor:
+    def _concluded(self, body: MicroBatchRun) -> Tensor:
         """The scaled loss of a micro-batch whose function has ended."""
         body.allow_backward()
         if body.has_backward and not torch.is_grad_enabled():
@@ -316,6 +315,6 @@ class _Work:
             return anchor
         outputs = []
         for value in stage.outgoing:
-            empty = engine.job.shapes[value.call][value.number].stand_in(engine.device).clone()
+            empty = engine.job.shapes[value.call][value.number].zeros(engine.device).clone()
             outputs.append(empty + anchor.to(empty.dtype) if empty.is_floating_point() else empty)
         return tuple(outputs)

@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from atorch.distributed.collectives import all_reduce_max, call_on_all_ranks, gather_objects
-from atorch.distributed.fingerprints import Fact, both_ways
+from atorch.distributed.fingerprints import Fact, hash_pair
 from atorch.errors import ArgumentError, near_miss
 from atorch.model.pytree import leaves_of, map_leaves, map_tensors, tensors_in
 from atorch.runtime.pipeline.pipeline import from_place
-from atorch.runtime.pipeline.stand_ins import sizes_of
+from atorch.runtime.pipeline.placeholders import sizes_of
 from atorch.smp.session import Session
 
 StepArguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -157,7 +157,6 @@ class Slicing:
 
 
 def _cut(number: int, count: int, leaf: Any, axis: int, place: str) -> Any:
-    """Micro-batch `number` of `count` of a leaf."""
     if hasattr(leaf, "smp_slice"):
         return leaf.smp_slice(count, number, axis)
     if not isinstance(leaf, Tensor) or leaf.dim() == 0:
@@ -172,7 +171,6 @@ def _cut(number: int, count: int, leaf: Any, axis: int, place: str) -> Any:
 
 
 def _gather(group: dist.ProcessGroup, leaf: Any, axis: int, place: str) -> Any:
-    """A leaf of all processes of a group, concatenated."""
     if not isinstance(leaf, Tensor) or leaf.dim() == 0:
         return leaf
     _length(leaf, axis, place)
@@ -199,7 +197,7 @@ def beginnings(pieces: Sequence[StepArguments]) -> list[Any]:
     return [(place, leaf.detach().reshape(-1)[:FEW].tolist()) for place, leaf in leaves if isinstance(leaf, Tensor)]
 
 
-class Start(NamedTuple):
+class StepStart(NamedTuple):
     pieces: Sequence[StepArguments]
     kind: Hashable
     """The facts that identify the kind of step."""
@@ -210,7 +208,7 @@ class Start(NamedTuple):
 NOBODY = -(2**62)  # the contribution of a process without a batch
 
 
-def starts_together(owner: Session, cut: Callable[[], Sequence[StepArguments]], name: str, training: bool) -> Start:
+def agree_on_step(owner: Session, cut: Callable[[], Sequence[StepArguments]], name: str, training: bool) -> StepStart:
     """Agree with all processes on the step that begins.
 
     Args:
@@ -226,12 +224,12 @@ def starts_together(owner: Session, cut: Callable[[], Sequence[StepArguments]], 
     pieces = call_on_all_ranks("a function with @smp.step", lambda: facts, cut, is_frequent=True)
     kind = (name, count, torch.is_grad_enabled(), training, _plain(pieces[0]))
     if owner.mesh.size("pipeline") == 1:
-        return Start(pieces, kind, True)
-    high, low = all_reduce_max(both_ways((sizes_of(pieces[0]), kind)), owner.mesh.group("pipeline"))
-    return Start(pieces, kind, high == -low)  # maximum = minimum: all are equal
+        return StepStart(pieces, kind, True)
+    high, low = all_reduce_max(hash_pair((sizes_of(pieces[0]), kind)), owner.mesh.group("pipeline"))
+    return StepStart(pieces, kind, high == -low)  # maximum = minimum: all are equal
 
 
-def with_the_firsts_batch(owner: Session, start: Start) -> Start:
+def broadcast_first_batch(owner: Session, start: StepStart) -> StepStart:
     """Broadcast the batch of the pipeline's first process if all tensors of the others are empty; else no change.
 
     Scripts of the original read data on the first process only, and give the others tensors without elements.
@@ -240,15 +238,15 @@ def with_the_firsts_batch(owner: Session, start: Start) -> Start:
     local = [tensors_in(piece) for piece in start.pieces]
     is_first = owner.mesh.rank("pipeline") == 0
     has_some = any(tensor.numel() for piece in local for tensor in piece)
-    unfit, high, low = all_reduce_max([int(is_first != has_some), *both_ways([len(piece) for piece in local])], group)
+    unfit, high, low = all_reduce_max([int(is_first != has_some), *hash_pair([len(piece) for piece in local])], group)
     if unfit or high != -low:
         return start
     received = iter(tensors_in(from_place(local, 0, group, owner.device)))
     return start._replace(pieces=map_tensors(lambda _: next(received), start.pieces), is_alike=True)
 
 
-def has_begun_none(owner: Session) -> bool:
-    """True if no process begins a step; called by a process without a batch while others call `starts_together`."""
+def no_step_begun(owner: Session) -> bool:
+    """True if no process begins a step; called by a process without a batch while others call `agree_on_step`."""
     begun, _, _ = all_reduce_max([NOBODY, NOBODY, 0])  # matches the exchange in `call_on_all_ranks`
     return begun == NOBODY
 

@@ -67,7 +67,6 @@ def _plain(value: Any) -> Any:
 
 
 def read(source: Source) -> TrainingSetup:
-    """See `Target.read`."""
     draft, entries = Draft(), list[Entry]()
     fields = Fields(source.name, _values(source, draft, entries), "", entries)
     if isinstance(fields.data.get("benchmark"), Mapping) and draft.fields.get("num_nodes") is None:

@@ -30,7 +30,6 @@ KNOBS: Mapping[str, tuple[str, ...]] = {
 
 
 def lacking(strategy: Strategy) -> Iterator[str]:
-    """See `Target.lacks`."""
     methods: dict[str, Any] = {method.name: method for method in strategy}
     yield from lacking_methods(strategy, ABSENT, KNOBS)
     sharding = next((name for name in ("zero2", "fsdp") if name in methods), None)
@@ -54,7 +53,6 @@ def lacking(strategy: Strategy) -> Iterator[str]:
 
 
 def write(setup: TrainingSetup) -> dict[str, str]:
-    """See `Target.write`."""
     return {NAME: yaml_text(recipe(setup))}
 
 
@@ -159,5 +157,4 @@ def _optimizer(name: str | None) -> dict[str, Any]:
 
 
 def command(setup: TrainingSetup) -> str:
-    """See `Target.command`."""
     return f"{TORCHRUN} -m {APP} {NAME}"

@@ -39,7 +39,6 @@ def _words(source: Source) -> tuple[str, ...]:
 
 
 def read(source: Source) -> TrainingSetup:
-    """See `Target.read`."""
     keys = Keys.of("megatron")
     launcher, _, words = split_launch(_words(source))
     draft = Draft(traits=TRAITS)

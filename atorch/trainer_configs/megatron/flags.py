@@ -54,7 +54,6 @@ KNOBS: Mapping[str, tuple[str, ...]] = {
 
 
 def lacking(strategy: Strategy) -> Iterator[str]:
-    """See `Target.lacks`."""
     methods = {method.name: method for method in strategy}
     yield from lacking_methods(strategy, ABSENT, KNOBS)
     sizes = {axis: size for method in strategy for axis, size in getattr(method, "slices", ())}
@@ -72,7 +71,6 @@ def lacking(strategy: Strategy) -> Iterator[str]:
 
 
 def write(setup: TrainingSetup) -> dict[str, str]:
-    """See `Target.write`."""
     words = ["pretrain_gpt.py", *flags(setup)]
     is_sharded = "--use-megatron-fsdp" in words
     before = "unset CUDA_DEVICE_MAX_CONNECTIONS" if is_sharded else "export CUDA_DEVICE_MAX_CONNECTIONS=1"

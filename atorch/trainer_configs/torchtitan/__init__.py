@@ -83,7 +83,6 @@ def _values(source: Source, entries: list[Entry], draft: Draft) -> dict[str, Any
 
 
 def read(source: Source) -> TrainingSetup:
-    """See `Target.read`."""
     keys, draft, entries = Keys.of("torchtitan"), Draft(), list[Entry]()
     fields = Fields(source.name, _values(source, entries, draft), "", entries)
     config: Mapping[str, Any] = keys.facts["configs"].get(str(fields.data.get("config")), {})

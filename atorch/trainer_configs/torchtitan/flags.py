@@ -30,7 +30,6 @@ KNOBS: Mapping[str, tuple[str, ...]] = {
 
 
 def lacking(strategy: Strategy) -> Iterator[str]:
-    """See `Target.lacks`."""
     methods: dict[str, Any] = {method.name: method for method in strategy}
     yield from lacking_methods(strategy, ABSENT, KNOBS)
     if "half" in methods and methods["half"].dtype != "bf16":
@@ -51,7 +50,6 @@ def lacking(strategy: Strategy) -> Iterator[str]:
 
 
 def write(setup: TrainingSetup) -> dict[str, str]:
-    """See `Target.write`."""
     module, config = _config_of(setup, Keys.of("torchtitan"))
     words = ("-m", "torchtitan.train", "--module", module, "--config", config, '"$@"', *flags(setup))
     return {NAME: torchrun_script(setup, NAME, words)}

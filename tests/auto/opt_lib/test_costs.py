@@ -75,7 +75,7 @@ def test_sharding():
 
     found = cost(MESH, "zero2")
     assert peak_memory(found).transient == 4000 + 2 * 400
-    gathering = Comm("all_gather", REPLICA_AXES, 4000, count=10, overlap=0.8, each_micro_batch=True, copied=8000)
+    gathering = Comm("all_gather", REPLICA_AXES, 4000, count=10, overlap=0.8, per_micro_batch=True, copied=8000)
     assert found.comm[0] == gathering
 
     found = cost(("parallel_mode", ([("zero", 4), ("data", 2)], None)), "fsdp")
@@ -133,8 +133,8 @@ def test_micro_batches_divide_activations_and_gather_again():
     assert activations(found) == activations(whole) / 2
     assert step_time(found, CPU).launch_s == 2 * step_time(whole, CPU).launch_s
     gathering, reducing = found.comm
-    assert (gathering, gathering.each_micro_batch) == (whole.comm[0], True)
-    assert reducing == replace(whole.comm[1], each_micro_batch=False)
+    assert (gathering, gathering.per_micro_batch) == (whole.comm[0], True)
+    assert reducing == replace(whole.comm[1], per_micro_batch=False)
     assert (found.grad_bytes, whole.grad_bytes) == (4000, 1000), "whole until the last micro-batch"
     assert cost(MESH, "ddp", ("micro_batch", {"size": 2})).num_micro_batches == 2  # of four samples a device
 
@@ -199,7 +199,9 @@ def test_shares_wait_on_the_host():
     assert held(optimizer=0.0, activations=1.0)[-1] == 7 * block  # the last keeps its own
 
     # With gradients of their own place, the last block's backward has as much of all else as that of the first.
-    cost = cost_of({}, ("offload", {"optimizer": 0.0, "activations": 1.0})).but(grads_persist=True, step_itemsize=0.0)
+    cost = cost_of({}, ("offload", {"optimizer": 0.0, "activations": 1.0})).replace(
+        grads_persist=True, step_itemsize=0.0
+    )
     block = 16 / 2 * 5000
     assert peak_memory(cost).activations == 16 / 2 * 800 + 2 * block
 

@@ -16,7 +16,7 @@ from atorch.cluster.spec import ClusterSpec
 from atorch.cost import Cost, peak_memory, plain_cost
 from atorch.cost.transformer import Implementation, TransformerShape, transformer_profile
 from atorch.distributed.world import init
-from atorch.logs import say_once
+from atorch.logs import log_once
 from atorch.runtime.loss.lazy_logits import LazyLogits
 from tests import language_models
 from tests.contract.job import arguments, distance
@@ -103,7 +103,7 @@ def assert_same(make: Callable[[], nn.Module], call: Call) -> None:
 
 @pytest.mark.parametrize("name", JOBS)
 def test_losses_by_chunks_train_as_plain_ones(name: str, caplog: pytest.LogCaptureFixture) -> None:
-    say_once.cache_clear()
+    log_once.cache_clear()
     with caplog.at_level(logging.INFO, logger="atorch"):
         assert_same(*JOBS[name])
     assert "asks for the logits" not in caplog.text

@@ -33,9 +33,9 @@ def test_by_default_a_plan_can_be_applied_and_tells_what_experts_would_gain():
     size = split.strategy.get(ExpertParallel).size
     assert split.estimate.step_s < plain.estimate.step_s
     assert f"expert_parallel(size={size})" in plain.notes[-1]
-    assert "for plans alone, a step would take" in plain.notes[-1]
+    assert "only for plans, a step would take" in plain.notes[-1]
     assert split.notes[-1].startswith(
-        "expert_parallel is for plans alone: atorch cannot apply it yet; the best that it can: "
+        "expert_parallel is only for plans: atorch cannot apply it yet; the best that it can: "
     )
     assert str(plain.strategy) in split.notes[-1]
     assert not [note for note in planned(excluded=["expert_parallel"]).notes if "expert" in note]
@@ -62,7 +62,7 @@ def test_a_given_size_is_kept():
     ],
 )
 def test_it_divides_experts_and_replicas(size, axes, splits_norms, told):
-    cost = plain_cost(PROFILE, 16).but(axes=axes, splits_norms=splits_norms)
+    cost = plain_cost(PROFILE, 16).replace(axes=axes, splits_norms=splits_norms)
     reason = ExpertParallel(size=size).unfit(cost)
     assert reason is None if told is None else told in reason
 
@@ -77,17 +77,19 @@ def test_a_model_without_experts_is_refused():
 
 
 def test_nothing_applies_it():
-    told = "for plans alone: .* Leave it out, which leaves checkpoint; or train with Megatron-LM or torchtitan"
+    told = "only for plans: .* Leave it out, which leaves checkpoint; or train with Megatron-LM or torchtitan"
     with pytest.raises(StrategyError, match=told):
         auto_accelerate(make_model(), load_strategy=["checkpoint", ("expert_parallel", {"size": 2})], **arguments())
     with pytest.raises(CapabilityError, match="plan with it for a cluster"):
         compositions(PROFILE, CLUSTER, included=["expert_parallel"])
-    with pytest.raises(CapabilityError, match="expert_parallel is for plans alone"):
+    with pytest.raises(CapabilityError, match="expert_parallel is only for plans"):
         compositions(PROFILE, CLUSTER, fixed=Strategy.of([("expert_parallel", {"size": 2})]))
 
 
 def test_what_fits_with_it_alone_is_a_remedy():
     few = [name for name in METHODS if name not in ("parallel_mode", "ddp", "expert_parallel", "checkpoint")]
     deep = transformer_profile(replace(SHAPE, layers=24))
-    with pytest.raises(NoFeasiblePlanError, match="train with a program that has expert_parallel, which is for plans"):
+    with pytest.raises(
+        NoFeasiblePlanError, match="train with a program that has expert_parallel, which is only for plans"
+    ):
         plan_for(subject_of(deep, None, CLUSTER), CLUSTER, global_batch=16, verify=0, excluded=few, host_memory=False)

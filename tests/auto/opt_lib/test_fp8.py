@@ -171,7 +171,7 @@ def test_gathers_in_8_bits_are_priced_where_they_are() -> None:
     profile = transformer_profile(shape)
 
     def sent(fp8: Fp8, fsdp: Fsdp) -> float:
-        plain = plain_cost(profile).but(dtype="bfloat16", axes={"data": 8})
+        plain = plain_cost(profile).replace(dtype="bfloat16", axes={"data": 8})
         cost = fsdp.cost(fp8.cost(plain))
         (gather,) = (comm for comm in cost.comm if comm.kind == "all_gather")
         return gather.num_bytes

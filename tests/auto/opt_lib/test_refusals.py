@@ -93,7 +93,7 @@ CONFIGURATIONS: Mapping[str, list[tuple[Any, str]]] = {
     "pipeline_parallel": [
         ({"interleave": 2}, "interleave is for the schedule interleaved"),
         ({"schedule": "interleaved", "interleave": 1}, "greater than or equal to 2"),
-        ({"schedule": "zero_bubble", "backend": "deepspeed"}, "deepspeed backend has the schedule 1f1b alone"),
+        ({"schedule": "zero_bubble", "backend": "deepspeed"}, "deepspeed backend has only the schedule 1f1b"),
         ({"split_points": ["a", "a"]}, "names a module twice"),
         ({"schedule": "2f2b"}, "schedule"),
         ({"micro_batches": 0}, "micro_batches"),
@@ -163,7 +163,7 @@ UNFIT: list[tuple[Any, Mapping[str, int], dict[str, Any], str | None]] = [
     ("tensor_parallel", {"tensor": 3}, {}, "tensor 3 does not divide the 8 attention heads of blocks.0"),
     ("tensor_parallel", {"tensor": 8}, blocks(num_kv_heads=6), "neither divides nor is a multiple of the 6 key heads"),
     ("tensor_parallel", {"tensor": 4}, blocks(num_experts=6), "does not divide the 6 experts"),
-    ("tensor_parallel", {"tensor": 2}, blocks(matmuls=()), "no matrix product"),
+    ("tensor_parallel", {"tensor": 2}, blocks(matmuls=()), "no matmul"),
     ("sequence_parallel", {"sequence": 8}, {}, None),
     ("sequence_parallel", {"tensor": 2, "sequence": 4}, {}, None),
     ("sequence_parallel", {"tensor": 4, "sequence": 4}, {}, "tensor × sequence 16 does not divide the 8 attention"),

@@ -158,7 +158,7 @@ def carried_seconds(cost: Cost, cluster: ClusterSpec, stage: StageCost) -> dict[
             add(comm, number * cost.num_micro_batches)
     for comm in cost.comm:
         share = of_parameters if comm.scales_with == "parameters" else of_blocks
-        add(comm, share * (cost.num_micro_batches if comm.each_micro_batch else 1.0))
+        add(comm, share * (cost.num_micro_batches if comm.per_micro_batch else 1.0))
     if cost.stages > 1:
         group = group_of(("pipeline",), cost.axes, cluster)
         sends = cost.num_micro_batches * (1.0 if cost.stages == 2 else 2.0)
@@ -188,7 +188,7 @@ def check_memory(cost: Cost) -> None:
 def check_more_micro_batches(cost: Cost, times: StepTimes) -> None:
     """One more micro-batch of the same size takes no less time, and one more under way no less memory."""
     parts = cost.num_micro_batches
-    more = cost.but(num_micro_batches=parts + 1, batch_size=cost.batch_size * (parts + 1) / parts)
+    more = cost.replace(num_micro_batches=parts + 1, batch_size=cost.batch_size * (parts + 1) / parts)
     assert times.of(more).total_s >= times.of(cost).total_s * (1 - ROUNDING)
     before, after = peak_memory(cost), peak_memory(more)
     assert after.total >= before.total * (1 - ROUNDING)
@@ -203,7 +203,7 @@ def check_beside(cost: Cost, job: Drawn, times: StepTimes) -> None:
     """What frameworks run beside products, or do once, makes no step slower, and links carry no more than they can."""
     ways = {"sends_beside": True, "fp8_once": True, "fp8_gathers": True, "adds_in_products": True}
     for name, value in (("tensor_beside", "weights"), ("tensor_beside", "both"), *ways.items()):
-        changed = cost.but(**{name: value})
+        changed = cost.replace(**{name: value})
         if times.of(changed) != times.of(cost):
             check_terms(changed, job.cluster, times)
             check_work(changed, job, times)
@@ -227,7 +227,7 @@ def check_units(cost: Cost, cluster: ClusterSpec, times: StepTimes) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("atorch.cost.time.MEETING_S", 2 * MEETING_S)
         patch.setattr("atorch.cost.comm.offload.BYTES_A_CORE", BYTES_A_CORE / 2)
-        told = StepTimes(halves).of(cost.but(hop_wait_s=2 * cost.hop_wait_s, extra_s=2 * cost.extra_s))
+        told = StepTimes(halves).of(cost.replace(hop_wait_s=2 * cost.hop_wait_s, extra_s=2 * cost.extra_s))
     assert told == pytest.approx(tuple(2 * value for value in times.of(cost)), rel=1e-6, abs=1e-12)
 
 

@@ -19,10 +19,10 @@ from atorch.auto.planner.dry_runs import trial as trials
 from atorch.auto.planner.dry_runs.dry_run_loop import MAX_CONTENDERS, MAX_RUNS, relative_time
 from atorch.auto.planner.dry_runs.fault_barrier import Coordinator
 from atorch.auto.planner.dry_runs.step_timing import measure
-from atorch.auto.planner.dry_runs.trial import Feed, Trial, candidate
+from atorch.auto.planner.dry_runs.trial import BatchCache, Trial, candidate
 from atorch.auto.planner.estimate import RESERVE
 from atorch.auto.planner.planner import dry_run, search, starting_point
-from atorch.auto.planner.ranking import Wanted, ranked
+from atorch.auto.planner.ranking import SearchLimits, ranked
 from atorch.auto.reference_step import ReferenceStep
 from atorch.auto.strategy import Strategy
 from atorch.errors import ArgumentError, NoFeasiblePlanError, StrategyError
@@ -100,7 +100,7 @@ def test_numbers_are_no_less_exact_than_allowed():
 def test_less_exact_numbers_come_in_where_nothing_else_fits():
     ctx = context(nn.Sequential(*(nn.Tanh() for _ in range(200)), nn.Linear(16, 4)))  # autocast leaves them in fp32
     out = [*SLOW, "micro_batch", "checkpoint", "module_replace"]
-    every = ranked(*starting_point(ctx, Feed(ctx)), ctx.cluster, Wanted(excluded=out), "half").fitting
+    every = ranked(*starting_point(ctx, BatchCache(ctx)), ctx.cluster, SearchLimits(excluded=out), "half").fitting
     exact = min(each.estimate.peak_bytes for each in every if "half" not in each.strategy)
     room = replace(ctx, cluster=cluster(memory_bytes=(exact - 1) / (1 - RESERVE)))
     plan = find(room, excluded=out, time_limit=1e-3)
@@ -139,7 +139,7 @@ def test_a_job_that_cannot_be_searched_is_told():
         find(context(nn.Linear(17, 4)))
 
     with pytest.raises(ArgumentError, match="no full batch"):
-        Feed(replace(context(), make_loader=lambda rank, size: [])).batches(0, 1)
+        BatchCache(replace(context(), make_loader=lambda rank, size: [])).batches(0, 1)
 
     with sabotage("check", 0), pytest.raises(NoFeasiblePlanError, match=r"none of 0 dry runs .*goes with no check"):
         find(context(), included=["sabotage"])
@@ -151,7 +151,7 @@ def test_a_candidate_steps_beside_the_model():
     made = candidate(ctx)
     before = snapshot(model)
     result = made.build()
-    for batch in Feed(ctx).batches(0, 1)[:3]:
+    for batch in BatchCache(ctx).batches(0, 1)[:3]:
         result.step(batch)
     assert not torch.equal(model[0].linear.weight, made.root[0].linear.weight)
     assert made.root[0].seen == 3
@@ -232,7 +232,7 @@ def test_a_candidate_keeps_ties_is_real_and_takes_few_steps():
     assert model.weight.is_meta
 
     ctx = context()
-    trial = Trial(ctx, Strategy(), Coordinator(ctx.world), Feed(ctx), 30.0)
+    trial = Trial(ctx, Strategy(), Coordinator(ctx.world), BatchCache(ctx), 30.0)
     outcome = measure(trial, 0.0, None)
     trial.close()
     assert outcome.num_steps <= 2  # the first step, if the second takes as long
@@ -250,7 +250,7 @@ def test_two_long_steps_that_are_close_are_enough(steps, taken):
 
 def test_a_candidate_that_cannot_be_evaluated_fails_before_its_first_pass_compiles():
     ctx = replace(context(), plain_pass=ReferenceStep())
-    trial = Trial(ctx, Strategy(), Coordinator(ctx.world), Feed(ctx), 30.0)
+    trial = Trial(ctx, Strategy(), Coordinator(ctx.world), BatchCache(ctx), 30.0)
     with (
         mock.patch.object(trials, "cannot_evaluate", return_value="it cannot be evaluated"),
         mock.patch.object(trials, "check") as first_pass,
@@ -268,7 +268,7 @@ def test_a_dry_run_of_one_strategy_leaves_samplers_where_they_were():
     loader = torch.utils.data.DataLoader(data, sampler=sampler, batch_size=4)
     ctx = replace(context(), make_loader=lambda rank, size: loader)
     before = generator.get_state()
-    first = Feed(ctx).batches(0, 1)
+    first = BatchCache(ctx).batches(0, 1)
     assert torch.equal(generator.get_state(), before)
     assert torch.equal(next(iter(loader))[0], first[0][0])
 

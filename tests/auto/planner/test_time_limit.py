@@ -13,7 +13,7 @@ from atorch.auto import session
 from atorch.auto.planner import planner
 from atorch.auto.planner.dry_runs.fault_barrier import Coordinator, quick_collections
 from atorch.auto.planner.dry_runs.time_budget import TimeBudget
-from atorch.auto.planner.dry_runs.trial import Feed, Trial
+from atorch.auto.planner.dry_runs.trial import BatchCache, Trial
 from atorch.auto.reference_step import ReferenceStep
 from atorch.auto.strategy import Strategy
 from tests.auto.planner.jobs import context
@@ -59,7 +59,7 @@ def test_without_time_what_the_estimate_puts_first_is_chosen_and_nothing_runs(po
 
 def test_a_start_is_given_up_between_its_phases_where_time_is_over() -> None:
     ctx = context()
-    trial = Trial(ctx, Strategy(), Coordinator(ctx.world), Feed(ctx), 30.0, limit_s=0.0)
+    trial = Trial(ctx, Strategy(), Coordinator(ctx.world), BatchCache(ctx), 30.0, limit_s=0.0)
     assert not trial.start()
     assert trial.is_overdue
     assert "its time was over" in str(trial.failure)

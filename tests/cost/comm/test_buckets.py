@@ -22,7 +22,7 @@ def test_the_parameter_that_fills_a_bucket_closes_it():
 def test_the_last_bucket_has_the_table():
     assert reductions(MODEL, 4.0, 4.0 * 40).last_share == (162 - 40 - 52) / 162
     assert reductions(MODEL, 4.0, 4.0 * 1000).last_share == 1
-    assert reductions(MODEL.but(segments=(TABLE, HEAD)), 4.0, 4.0 * 40) == (2, 50 / 90)
+    assert reductions(MODEL.replace(segments=(TABLE, HEAD)), 4.0, 4.0 * 40) == (2, 50 / 90)
 
 
 def test_whole_parameters_are_dealt_out():
@@ -33,11 +33,11 @@ def test_whole_parameters_are_dealt_out():
 
 def test_a_head_that_is_the_table_is_not_counted_twice():
     tied = Segment(name="head", num_params=0, num_trainable=0, tied_params=40, matmuls=HEAD.matmuls)
-    assert deal_out(MODEL.but(segments=(TABLE, BLOCK, tied)), 100)[0] == 7
+    assert deal_out(MODEL.replace(segments=(TABLE, BLOCK, tied)), 100)[0] == 7
 
 
 def test_a_line_is_closed_by_what_does_not_fit():
     # 50 | 16 + 16 + 4 | 16 + 16 + 4 + ... of 40 elements, from the table to the head, which is as large as a line
-    in_40 = MODEL.but(param_itemsize=FLAT_BYTES / 40)
+    in_40 = MODEL.replace(param_itemsize=FLAT_BYTES / 40)
     assert num_sliced_buckets(in_40) == 1 + 2 + 1
     assert num_sliced_buckets(MODEL) == 1

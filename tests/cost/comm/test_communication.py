@@ -80,29 +80,29 @@ def test_sums_of_norms_that_are_split_are_scattered_and_gathered():
 
 def test_sums_of_backward_run_beside_the_products_of_weights_gradients():
     """Those that there are: frozen weights have none. What products take and give is cut into chunks."""
-    axis, cost = ("tensor",), tensor(4, splits_norms=True).but(tensor_beside="weights")
+    axis, cost = ("tensor",), tensor(4, splits_norms=True).replace(tensor_beside="weights")
     forward, backward, gathered, again = of_copy(cost, BLOCK)
     assert (forward, backward) == (
         Comm("reduce_scatter", axis, 2 * 64, count=2),
         Comm("reduce_scatter", axis, 2 * 64, count=2, overlap=BESIDE_OTHERS),
     )
     assert (gathered.overlap, again.overlap) == (0.0, 1.0)
-    shares = [each.overlap for each in of_copy(cost.but(tensor_beside="both"), BLOCK)]
+    shares = [each.overlap for each in of_copy(cost.replace(tensor_beside="both"), BLOCK)]
     assert shares == [IN_CHUNKS, BESIDE_OTHERS, IN_CHUNKS, 1.0]
-    chunked = of_copy(cost.but(tensor_beside="chunks"), BLOCK)
+    chunked = of_copy(cost.replace(tensor_beside="chunks"), BLOCK)
     assert chunked[0] == Comm("reduce_scatter", axis, 4 * 64, count=4, overlap=IN_CHUNKS)
     frozen = replace(BLOCK, matmuls=tuple(replace(each, trainable=False) for each in BLOCK.matmuls))
-    assert of_copy(cost, frozen) == of_copy(cost.but(tensor_beside="nothing"), frozen)
-    assert of_copy(cost.but(tensor_beside="both"), frozen) == of_copy(cost.but(tensor_beside="chunks"), frozen)
-    whole, behind = of_copy(tensor().but(tensor_beside="weights"), BLOCK)
+    assert of_copy(cost, frozen) == of_copy(cost.replace(tensor_beside="nothing"), frozen)
+    assert of_copy(cost.replace(tensor_beside="both"), frozen) == of_copy(cost.replace(tensor_beside="chunks"), frozen)
+    whole, behind = of_copy(tensor().replace(tensor_beside="weights"), BLOCK)
     assert (whole.count, whole.overlap, behind.count, behind.overlap) == (2, 0.0, 2, BESIDE_OTHERS)
 
 
 def test_what_8_bit_products_take_is_gathered_in_8_bits():
-    cost = tensor(splits_norms=True).but(fp8="delayed", fp8_gathers=True)
+    cost = tensor(splits_norms=True).replace(fp8="delayed", fp8_gathers=True)
     scattered, *gathered = of_copy(cost, BLOCK)
     assert [each.num_bytes for each in (scattered, *gathered)] == [4 * 64, 4 * 32, 2 * 32]
-    assert of_copy(cost.but(fp8=None), BLOCK) == of_copy(tensor(splits_norms=True), BLOCK)
+    assert of_copy(cost.replace(fp8=None), BLOCK) == of_copy(tensor(splits_norms=True), BLOCK)
 
 
 def test_a_head_sums_in_backward_and_an_embedding_in_forward():
@@ -121,7 +121,7 @@ def test_a_context_split_passes_keys_and_values_around_behind_attention():
 
 
 def test_experts_get_tokens_and_send_them_back():
-    cost = arrange(accumulate(PLAIN, 8), {"data": 2}).but(expert=2)
+    cost = arrange(accumulate(PLAIN, 8), {"data": 2}).replace(expert=2)
     mixture = replace(BLOCK, dispatched_bytes=128)
     share = 8 / 2 / 8  # of the traced sample
     assert of_copy(cost, mixture) == [Comm("all_to_all", ("expert",), 4 * 128 * share, count=4)]
@@ -155,7 +155,7 @@ def test_a_sharded_optimizer_gathers_what_it_stepped_over_its_own_group():
 def test_sharded_parameters_are_gathered_twice_in_every_micro_batch():
     cost = shard(arrange(PLAIN, {"data": 2}))
     gathered, reduced = cost.comm
-    assert (gathered.num_bytes, gathered.count, gathered.each_micro_batch) == (2 * (480 + 400), 6 + 4, True)
+    assert (gathered.num_bytes, gathered.count, gathered.per_micro_batch) == (2 * (480 + 400), 6 + 4, True)
     assert (reduced.num_bytes, reduced.count) == (4 * 480, 6)
     assert shard(arrange(PLAIN, {"data": 2}), keeps_gathered=True).comm[0].num_bytes == 2 * 480
     once, twice = (step_time(accumulate(cost, times), CLUSTER).exposed_comm_s for times in (1, 2))

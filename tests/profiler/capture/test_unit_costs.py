@@ -72,8 +72,8 @@ def test_a_unit_holds_its_parameters_whoever_shares_them() -> None:
 
 def test_micro_batches_and_recomputation_are_in_the_costs(of_llama: dict[str, UnitCost]) -> None:
     given = families.traced(families.llama)[:2]
-    parts = costs_of(given, fold=lambda cost: cost.but(num_micro_batches=2.0))
-    again = costs_of(given, fold=lambda cost: cost.but(recompute=1.0))
+    parts = costs_of(given, fold=lambda cost: cost.replace(num_micro_batches=2.0))
+    again = costs_of(given, fold=lambda cost: cost.replace(recompute=1.0))
     for name, plain in of_llama.items():
         assert parts[name].kept_bytes == plain.kept_bytes / 2
         assert parts[name].held_bytes == plain.held_bytes

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset, get_worker_info
 
 from atorch.errors import ArgumentError
-from atorch.runtime.data.loader import Loader, StreamShare, make_loader
+from atorch.runtime.data.loader import Loader, StreamShard, make_loader
 from tests.auto.training import accelerate
 from tests.pool import Pool, on_ranks
 
@@ -92,9 +92,9 @@ class Lists(Shards):
 
 
 def test_shards_of_another_number_or_kind_are_read_by_all(caplog: pytest.LogCaptureFixture) -> None:
-    assert isinstance(make_loader(Shards(uneven()), {"batch_size": 3}, 0, 3).dataset, StreamShare)
+    assert isinstance(make_loader(Shards(uneven()), {"batch_size": 3}, 0, 3).dataset, StreamShard)
     assert "4 shards, which do not divide over 3 processes" in caplog.text
-    assert isinstance(make_loader(Named(uneven()), {"batch_size": 2}, 0, 2).dataset, StreamShare)
+    assert isinstance(make_loader(Named(uneven()), {"batch_size": 2}, 0, 2).dataset, StreamShard)
 
 
 def test_what_was_divided_already_or_gives_no_stream_is_refused() -> None:

@@ -117,7 +117,7 @@ def test_fp32_masters_exist_for_the_own_share_alone(rank: int, size: int) -> Non
     assert all(map(torch.equal, half.parameters(), plain.parameters()))
     fresh = ShardedOptimizer(wide.parameters(), adam, world())
     fresh.load_state_dict(reference.state_dict())
-    assert all(map(torch.equal, wide.parameters(), reference.stand_ins.values()))
+    assert all(map(torch.equal, wide.parameters(), reference.shadows.values()))
     with pytest.raises(CheckpointError, match="this rank's share of a job's fp32 masters"):
         fresh.load_state_dict(optim.local_state_dict())
 

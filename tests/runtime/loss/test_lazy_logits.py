@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from atorch.errors import ArgumentError
-from atorch.logs import say_once
+from atorch.logs import log_once
 from atorch.profiler.memory_tracker import OTHER, LiveBytes
 from atorch.runtime.loss.lazy_logits import LazyLogits, chunk_logits
 
@@ -188,7 +188,7 @@ def test_gradients_and_logits_of_a_changed_weight_that_there_are_not_are_named()
 
 
 def test_what_asks_for_logits_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    say_once.cache_clear()
+    log_once.cache_clear()
     with caplog.at_level(logging.INFO, logger="atorch"):
         for _ in range(2):
             lazy()[1].softmax(-1)

@@ -67,11 +67,11 @@ def test_training_is_the_plain_one_bit_for_bit(name, share):
     net, make = make_net(), MAKERS[name]
     twin = copy.deepcopy(net)
     optim = HostOptimizer(make, twin.parameters(), share)
-    assert optim.stand_ins
+    assert optim.shadows
     assert train(net, make(net.parameters()), batches()) == train(twin, optim, batches())
     assert same(net, twin)
-    assert all(copied.grad is None for copied in optim.stand_ins.values())
-    assert all(torch.equal(parameter, copied) for parameter, copied in optim.stand_ins.items())
+    assert all(copied.grad is None for copied in optim.shadows.values())
+    assert all(torch.equal(parameter, copied) for parameter, copied in optim.shadows.items())
 
 
 @pytest.mark.parametrize(
@@ -96,16 +96,16 @@ def test_what_waits_already_counts_and_is_left_alone():
     first, *others = net.parameters()
     optim = HostOptimizer(MAKERS["sgd"], net.parameters(), 0.5, away=[first])
     total = sum(p.numel() for p in net.parameters())
-    assert first not in optim.stand_ins
-    assert 40 + sum(p.numel() for p in optim.stand_ins) <= total / 2
-    assert [id(each) for each in optim.stand_ins] == [id(others[1])], "a bias; 32 weights do not fit beside 40 of 98"
+    assert first not in optim.shadows
+    assert 40 + sum(p.numel() for p in optim.shadows) <= total / 2
+    assert [id(each) for each in optim.shadows] == [id(others[1])], "a bias; 32 weights do not fit beside 40 of 98"
 
 
 def test_what_is_frozen_or_without_a_gradient_stays_and_a_closure_is_refused():
     net = make_net()
     net[1].weight.requires_grad_(False)
     optim = HostOptimizer(MAKERS["adam"], net.parameters())
-    assert net[1].weight not in optim.stand_ins
+    assert net[1].weight not in optim.shadows
     before = net[3].bias.detach().clone()
     net[0].weight.grad = torch.ones_like(net[0].weight)
     optim.step()
@@ -153,7 +153,7 @@ def test_groups_schedules_and_zero_grad_are_those_of_the_models_parameters():
     assert all(p.grad is None for p in twin[:2].parameters())
     hosted.add_param_group({"params": twin[3].parameters(), "lr": 0.2})
     assert list(map(id, hosted.param_groups[2]["params"])) == list(map(id, twin[3].parameters()))
-    assert twin[3].weight in hosted.stand_ins
+    assert twin[3].weight in hosted.shadows
 
 
 def test_states_are_exchanged_with_the_plain_optimizer_both_ways():
@@ -203,11 +203,11 @@ def test_masters_are_on_the_host_and_start_from_what_was_not_rounded():
     make, values = halved(twin)
     hosted = HostOptimizer(make, twin.parameters(), values=values)
     assert isinstance(hosted.inner, MasterWeights)
-    assert not set(hosted.inner.stand_ins) & set(twin.parameters())
+    assert not set(hosted.inner.shadows) & set(twin.parameters())
     for optim, model in ((plain, net), (hosted, twin)):
         train(model, optim, batches())
     assert same(net, twin)
-    masters = zip(plain.stand_ins.values(), hosted.inner.stand_ins.values(), strict=True)
+    masters = zip(plain.shadows.values(), hosted.inner.shadows.values(), strict=True)
     assert all(torch.equal(mine, theirs) for mine, theirs in masters)
     saved = hosted.state_dict()
     assert saved["state"][0]["master"].dtype == torch.float32

@@ -13,8 +13,8 @@ from torch import nn
 from atorch.distributed.mesh import parallel_rank
 from atorch.errors import ArgumentError, StrategyError
 from atorch.runtime.pipeline import engine
+from atorch.runtime.pipeline.placeholders import Placeholder, need_values
 from atorch.runtime.pipeline.schedules import make_schedule
-from atorch.runtime.pipeline.stand_ins import Away, need_values
 from tests.auto.training import refusal, run_each
 from tests.pool import Pool, RankFailure, on_ranks
 from tests.runtime.pipeline.job import ROWS, SEQ, WIDTH, Samples, TwiceUsed, accelerated, loss_func, make_model, train
@@ -321,8 +321,8 @@ def test_a_loss_that_reads_parameters_where_it_sees_one_piece_is_refused(rank: i
 CPU = torch.device("cpu")
 
 
-def away() -> Away:
-    return Away.of("blocks.0.fc.weight", nn.Parameter(torch.ones(4, 3)), CPU)
+def away() -> Placeholder:
+    return Placeholder.of("blocks.0.fc.weight", nn.Parameter(torch.ones(4, 3)), CPU)
 
 
 def test_it_is_described_as_where_the_stage_computes() -> None:
@@ -335,8 +335,8 @@ def test_it_is_described_as_where_the_stage_computes() -> None:
 
 def test_what_a_stage_does_not_need_may_be_computed_of_it_and_who_asks_for_values_is_told_whose() -> None:
     assert (away().norm() * 2).square().shape == ()
-    by = Away.of("blocks.0.fc.weight", nn.Parameter(torch.ones(4, 3)), CPU, lambda: True)
-    assert isinstance(torch.cat([torch.ones(2, 3), by]), Away)
+    by = Placeholder.of("blocks.0.fc.weight", nn.Parameter(torch.ones(4, 3)), CPU, lambda: True)
+    assert isinstance(torch.cat([torch.ones(2, 3), by]), Placeholder)
     for ask in (lambda: torch.ones(2, 3) @ away().t(), lambda: float(1.0 + 0.1 * away().norm())):
         with pytest.raises(ArgumentError, match="blocks.0.fc.weight is of another stage of the pipeline"):
             ask()
@@ -344,7 +344,7 @@ def test_what_a_stage_does_not_need_may_be_computed_of_it_and_who_asks_for_value
 
 def test_code_between_units_may_compute_of_it_and_others() -> None:
     passing = [True]
-    weight = Away.of("pos", torch.ones(4, 3), CPU, lambda: passing[0])
+    weight = Placeholder.of("pos", torch.ones(4, 3), CPU, lambda: passing[0])
     made = torch.ones(2, 3) @ weight.t() + 1
     assert (made.shape, made.device) == ((2, 4), CPU)
     with pytest.raises(ArgumentError, match="pos is of another stage"):

@@ -15,7 +15,8 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 
 from atorch.errors import StrategyError
 from atorch.report.schedule import expected_bubble, timeline
-from atorch.runtime.data_parallel.gradient_sync import Reduction
+from atorch.runtime.data_parallel.gradient_sync import GradientSync
+from atorch.runtime.pipeline.placeholders import shape_of
 from atorch.runtime.pipeline.schedules import (
     PassKind,
     StagePass,
@@ -25,8 +26,7 @@ from atorch.runtime.pipeline.schedules import (
     order,
     stages_of,
 )
-from atorch.runtime.pipeline.stage_placement import PlacedSchedule, Turn, by_torch, turns
-from atorch.runtime.pipeline.stand_ins import shape_of
+from atorch.runtime.pipeline.stage_placement import PassSlot, PlacedSchedule, by_torch, turns
 from tests.pool import Pool
 
 
@@ -40,7 +40,7 @@ def placements(draw: st.DrawFn) -> PlacedSchedule:
 @given(placements(), st.integers(1, 9))
 def test_every_pass_comes_once_when_what_it_needs_is_there(placed: PlacedSchedule, count: int) -> None:
     last, waiting = len(placed.places) - 1, turns(placed, count)
-    done: set[Turn] = set()
+    done: set[PassSlot] = set()
     under_way = most = 0
     while any(waiting):
         # Whoever's next pass has what it needs runs it: where nobody's has, processes would wait forever.
@@ -58,11 +58,11 @@ def test_every_pass_comes_once_when_what_it_needs_is_there(placed: PlacedSchedul
         assert {placed.places[turn.stage] for turn in own} == {place}
 
 
-def _needs(turn: Turn, last: int) -> set[Turn]:
+def _needs(turn: PassSlot, last: int) -> set[PassSlot]:
     is_backward, stage, number = turn
     if not is_backward:
-        return {Turn(False, stage - 1, number)} if stage else set()
-    return {Turn(False, stage, number)} | ({Turn(True, stage + 1, number)} if stage < last else set())
+        return {PassSlot(False, stage - 1, number)} if stage else set()
+    return {PassSlot(False, stage, number)} | ({PassSlot(True, stage + 1, number)} if stage < last else set())
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 9))
@@ -238,7 +238,7 @@ def trained(rank: int, size: int, schedule: str, pieces: int, micro_batches: int
         layer = Layer(index == size * pieces - 1)
         ends = (wire if index else [], [] if layer.is_last else wire)
         cpu, group = torch.device("cpu"), dist.group.WORLD
-        stage: Any = TorchStage(schedule, layer, Reduction(layer), index, size * pieces, *ends, cpu, group)  # type: ignore[arg-type]
+        stage: Any = TorchStage(schedule, layer, GradientSync(layer), index, size * pieces, *ends, cpu, group)  # type: ignore[arg-type]
         stage.forward_one_chunk = noting(stage.forward_one_chunk, lambda full: "forward", index)
         stage.backward_one_chunk = noting(stage.backward_one_chunk, lambda full: "backward" if full else "input", index)
         stage.backward_weight_one_chunk = noting(stage.backward_weight_one_chunk, lambda full: "weight", index)

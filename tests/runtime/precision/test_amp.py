@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from atorch.errors import ArgumentError
-from atorch.logs import say_once
+from atorch.logs import log_once
 from atorch.runtime.precision.amp import LossScale, ScaledOptimizer, autocast_forward, autocast_loss, scale_loss
 from tests.pool import on_ranks
 
@@ -242,7 +242,7 @@ def test_gradient_penalties_with_a_scale(within, caplog):
     plain, x = nn.Linear(3, 3), torch.randn(5, 3)
     model, scale = copy.deepcopy(plain), LossScale(2.0**10)
     with_penalty(plain, x, lambda loss_func: loss_func, lambda: 1.0, True).backward()
-    say_once.cache_clear()
+    log_once.cache_clear()
     with_penalty(model, x, lambda loss_func: scale_loss(loss_func, scale), scale, within).backward()
     assert ("whose gradients fp16 scales" in caplog.text) is not within
     for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):

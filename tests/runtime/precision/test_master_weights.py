@@ -26,7 +26,7 @@ def halved(dtype=torch.bfloat16, make=sgd, scale=lambda: 1.0, net=None):
 
 
 def masters(optim):
-    return list(optim.stand_ins.values())
+    return list(optim.shadows.values())
 
 
 def set_gradients(net, value=1.0):

@@ -17,7 +17,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from atorch.distributed import collectives
 from atorch.errors import ArgumentError
-from atorch.logs import speaking
+from atorch.logs import verbose_logging
 from atorch.profiler.memory_tracker import CommCounter
 from atorch.runtime.sequence_parallel import TokenPartition
 from atorch.runtime.sequence_parallel.token_partition import split_tokens
@@ -252,7 +252,7 @@ def tokens_of(rank: int, size: int, value: float = 1.0) -> Tensor:
 @on_ranks()
 def test_who_asks_for_whole_logits_is_told_once(rank: int, size: int) -> None:
     logits = tokens_of(rank, size)
-    with messages() as said, speaking(True):
+    with messages() as said, verbose_logging(True):
         mean(logits)
         for _ in range(2):
             (logits[:, 1:] * FACTORS[:, 1:]).sum()

@@ -234,7 +234,7 @@ def test_apexs_kernel_is_called_on_cuda(monkeypatch: pytest.MonkeyPatch, affine:
 
 
 def test_that_it_is_torchs_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    logs.say_once.cache_clear()
+    logs.log_once.cache_clear()
     with caplog.at_level(logging.INFO, "atorch"):
         for _ in range(3):
             smp.nn.FusedLayerNorm(4)

@@ -187,7 +187,7 @@ def test_masters_are_shared_out_too(rank: int, size: int) -> None:
         optimizer.step()
         inner: Any = optimizer.inner
         assert isinstance(inner.inner, ShardedOptimizer)
-        masters = sum(each.numel() for each in inner.inner.inner.stand_ins.values())
+        masters = sum(each.numel() for each in inner.inner.inner.shadows.values())
         assert 0.4 < masters / sum(each.numel() for each in model.parameters()) < 0.6
 
 

@@ -118,7 +118,7 @@ class Chunk(Method):
         )
         fraction = DEFAULT_FRACTION if self.budget_fraction is None else self.budget_fraction
         budget = fraction * cost.device_bytes if self.budget_bytes is None else float(self.budget_bytes)
-        return cost.but(
+        return cost.replace(
             budget_bytes=budget,
             optim_offload=0.0 if self.hybrid else 1.0,
             grads_persist=True,
@@ -197,7 +197,7 @@ class Chunk(Method):
         ctx = replace(
             ctx,
             prepare_input=prepare_input,
-            learnt={**ctx.learnt, self.name: _figures(operations.chunks, operations.residency.pass_schedule)},
+            metadata={**ctx.metadata, self.name: _figures(operations.chunks, operations.residency.pass_schedule)},
         )
         inner, disk = ctx.make_optimizer, None if self.disk is None else Path(self.disk)
         if inner is None:
@@ -231,7 +231,7 @@ class Chunk(Method):
             budget,
             device=ctx.device,
             dtype=ctx.compute_dtype,
-            values=ctx.unrounded,
+            values=ctx.fp32_values,
             group=mesh.group(*axes) if mesh.size(*axes) > 1 else None,
             replicas=mesh.group(*replicas) if replicas else None,
             compiled=compiled,
@@ -258,7 +258,7 @@ class Chunk(Method):
 
 
 def kept_by_products(device: torch.device) -> int:
-    """Bytes of cuBLAS workspaces, which matrix products keep on a CUDA device; fake tensors do not show them."""
+    """Bytes of cuBLAS workspaces, which matmuls keep on a CUDA device; fake tensors do not show them."""
     import torch
     from torch import nn
 
@@ -286,10 +286,10 @@ def _place_in_chunk(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     from torch import nn
 
     from atorch.model.meta_device import unfilled
-    from atorch.runtime.chunk.memory import stand_in
+    from atorch.runtime.chunk.memory import placeholder
 
     if isinstance(tensor, nn.Parameter):
-        return stand_in(tensor.shape, tensor.dtype, device)
+        return placeholder(tensor.shape, tensor.dtype, device)
     return unfilled(tensor, device)
 
 

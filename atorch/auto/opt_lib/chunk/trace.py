@@ -30,9 +30,9 @@ from atorch.runtime.chunk.parameter import (
     ChunkedParameter,
     ChunkedView,
     CompiledModules,
-    Home,
     Managed,
-    Owner,
+    MemoryOwner,
+    ParameterLocation,
     saved_as_handles,
 )
 from atorch.runtime.chunk.pass_schedule import Access, AccessTrace
@@ -134,7 +134,7 @@ def _cast(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
     return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
 
 
-class _Watch(Owner):
+class _Watch(MemoryOwner):
     """Notes accesses to parameters, whose memory does not move, and the peak of other bytes until the next one.
 
     parameters: fakes or copies by name, tied ones once; they become watched parameters.
@@ -201,7 +201,7 @@ class _Watch(Owner):
     def show(self, name: str, view: Any) -> None:
         real = ChunkedParameter if isinstance(view, torch.nn.Parameter) else ChunkedView
         view.__class__ = _ManagedFake if isinstance(view, FakeTensor) else real
-        view.home = Home(self, name, 0)  # type: ignore[arg-type]  # only to run operations
+        view.home = ParameterLocation(self, name, 0)  # type: ignore[arg-type]  # only to run operations
 
 
 class _ManagedFake(Managed, FakeTensor):

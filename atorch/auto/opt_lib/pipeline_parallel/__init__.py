@@ -69,7 +69,7 @@ class PipelineParallel(Method):
         if self.interleave is not None and self.schedule != "interleaved":
             raise ValueError(f"interleave is for the schedule interleaved; {self.schedule} has one piece a process")
         if self.backend == "deepspeed" and self.schedule != "1f1b":
-            raise ValueError(f"the deepspeed backend has the schedule 1f1b alone; {self.schedule} is torch's")
+            raise ValueError(f"the deepspeed backend has only the schedule 1f1b; {self.schedule} is torch's")
         if self.ds_config is not None and self.backend != "deepspeed":
             raise ValueError(f"ds_config is for the deepspeed backend; this one is {self.backend}")
         if len(set(self.split_points)) < len(self.split_points):
@@ -126,7 +126,7 @@ class PipelineParallel(Method):
         neighbours = min(2, cost.stages - 1) if keeps else 0
         kept = neighbours * self.pieces * cost.num_micro_batches * boundary_bytes(cost)
         kept *= 2.0 if self.schedule == "zero_bubble" else 1.0
-        cost = cost.but(bucket_bytes=cost.bucket_bytes + kept)
+        cost = cost.replace(bucket_bytes=cost.bucket_bytes + kept)
         return accumulate(cost, self.micro_batches or self._most_parts(cost))
 
     def _most_parts(self, cost: Cost) -> int:
@@ -222,7 +222,7 @@ def even_cut(
     fold = partial(_folded, ctx, micro_batches)
     costs = unit_costs(model, batch, ctx.call_model, ctx.loss_func, ctx.cluster.device, fold=fold)
     if [unit.name for unit in costs] != called:
-        logger.info("what units cost is not known as they are called; stages have even shares of the parameters")
+        logger.info("the costs of units are not known; every stage gets an equal share of the parameters")
         sizes = [sum(parameter.numel() for parameter in model.get_submodule(name).parameters()) for name in called]
         return partition([float(size) for size in sizes], stages, names=called)
     seconds, tied = [unit.seconds for unit in costs], list(tied_calls(model, called))
@@ -230,7 +230,7 @@ def even_cut(
         try:
             return _within_memory(ctx, method, costs, micro_batches, tied)
         except StrategyError as error:
-            logger.warning("%s; by the estimate, which need not be right: the pipeline is cut for time alone", error)
+            logger.warning("%s, by the estimate; the pipeline is cut only for time", error)
     return partition(seconds, stages, tied=tied, names=called)
 
 
@@ -259,11 +259,11 @@ def _within_memory(
 
 
 def _folded(ctx: Context, micro_batches: int, cost: Cost) -> Cost:
-    cost = cost.but(axes=dict(ctx.need_mesh().slices))
+    cost = cost.replace(axes=dict(ctx.need_mesh().slices))
     for applied in ctx.strategy:
         if applied.phase in _FOLDED:
             cost = applied.cost(cost)
-    return cost.but(num_micro_batches=float(micro_batches))
+    return cost.replace(num_micro_batches=float(micro_batches))
 
 
 def tied_calls(model: nn.Module, called: Sequence[str]) -> Iterator[tuple[int, int]]:

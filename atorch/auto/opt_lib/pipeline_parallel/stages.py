@@ -33,7 +33,7 @@ from atorch.runtime.pipeline.engine import Engine
 from atorch.runtime.pipeline.pipeline import Pipeline, PipelinedLoss
 from atorch.runtime.pipeline.schedules import stages_of
 from atorch.runtime.pipeline.stage import ShapeOracle, cut, held_for_loss, holders
-from atorch.runtime.pipeline.stage_placement import Ties
+from atorch.runtime.pipeline.stage_placement import SharedParameters
 from atorch.units import format_bytes
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def split(ctx: Context, method: PipelineParallel) -> Context:
             raise StrategyError("a pipeline needs loss.backward(); a backend with its own backward cannot take it")
         replicas = mesh.group(*BATCH_AXES)
         engine = Engine(built.parts, method.schedule, group, ctx.device, make_oracle(), replicas)
-        pipeline = Pipeline(engine, Ties(shared, built.parts, group, engine.places), names)
+        pipeline = Pipeline(engine, SharedParameters(shared, built.parts, group, engine.places), names)
         if method.backend == "deepspeed":
             return deepspeed_pipeline(built, ctx, method, pipeline, batches, tolerance, rows_of_a_process(ctx))
         loss_func = PipelinedLoss(
@@ -82,11 +82,11 @@ def split(ctx: Context, method: PipelineParallel) -> Context:
             batches.loss_weight,
             tolerance,
             replicas,
-            lambda rule: ctx.rank_weight(rule, built.dataloader),
+            lambda rule: ctx.rescaler(rule, built.dataloader),
         )
         sample = ctx.prepare_input(ctx.sample_batch, ctx.device)
         loss_func.settle(sample, ctx.call_model(pipeline, sample))
-        return replace(built, model=pipeline, loss_func=loss_func, weighs_ranks=True)
+        return replace(built, model=pipeline, loss_func=loss_func, rescales_loss=True)
 
     return replace(ctx, parts=parts).with_finish(finish)
 

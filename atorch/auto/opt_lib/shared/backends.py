@@ -94,7 +94,7 @@ def _has_16_bits(ctx: Context) -> bool:
     """True if parameters are of 16 bits, or the loss is scaled for fp16."""
     import torch
 
-    if any(method.exactness == "half" or getattr(method, "dtype", None) == "fp16" for method in ctx.strategy):
+    if any(method.precision_level == "half" or getattr(method, "dtype", None) == "fp16" for method in ctx.strategy):
         return True
     return any(p.dtype in (torch.float16, torch.bfloat16) for part in ctx.parts for p in part.parameters())
 
@@ -192,7 +192,7 @@ def deepspeed_pipeline(
         config=method.ds_config,
         loss_weight=batches.loss_weight,
         tolerance=tolerance,
-        over_ranks=lambda rule: ctx.rank_weight(rule, built.dataloader),
+        over_ranks=lambda rule: ctx.rescaler(rule, built.dataloader),
     )
     return replace(
         built,
@@ -200,5 +200,5 @@ def deepspeed_pipeline(
         loss_func=loss_func,
         optim=SteppedByDeepSpeed(built.optim),
         step=loss_func.step,
-        weighs_ranks=True,
+        rescales_loss=True,
     )

@@ -42,7 +42,7 @@ def need_dense_gradients(ctx: Context, name: str, ignored: Iterable[nn.Parameter
                 continue
             if module.sparse and module.weight.requires_grad:
                 raise StrategyError(
-                    f"{name} cannot share out the gradient of {path or type(module).__name__}, an "
+                    f"{name} cannot divide the gradient of {path or type(module).__name__}, an "
                     f"{type(module).__name__} with sparse=True; make it with sparse=False, or use ddp"
                 )
 

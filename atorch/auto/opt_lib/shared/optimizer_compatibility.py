@@ -57,8 +57,9 @@ def need_same(ctx: Context, name: str, *splits: ShardKind) -> None:
         for split in splits if optimizer is not None else ():
             if (why := refusal(optimizer, split)) is not None:
                 raise StrategyError(
-                    f"{name} {_WHAT[split]}, which {type(optimizer).__name__} does not bear: {why}. Use an optimizer "
-                    "that steps every element by its own gradient (AdamW, SGD, …), or ddp, which keeps everything whole"
+                    f"{name} {_WHAT[split]}, which {type(optimizer).__name__} does not support: {why}. Use an "
+                    "optimizer that steps every element by its own gradient (AdamW, SGD, …), or ddp, which keeps "
+                    "everything whole"
                 )
 
     all_or_none(work)

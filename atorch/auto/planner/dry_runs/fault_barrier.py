@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from atorch.auto.context import Context
 from atorch.auto.strategy import Strategy
-from atorch.distributed.barrier_diagnostics import NoAnswerError
+from atorch.distributed.barrier_diagnostics import MissingRanksError
 from atorch.distributed.collectives import all_or_none, from_rank_zero, gather_objects, use_world_group
 from atorch.distributed.mesh import Mesh, current, set_current, use_mesh
 from atorch.distributed.rng import RandomState
@@ -135,8 +135,8 @@ class FaultBarrier:
             self.close()
         try:
             reports = self._coordinator.gather((failure, value, time.monotonic() - self._began))
-        except NoAnswerError as error:
-            raise NoAnswerError(f"{self._what} did not end on all processes: {error}") from error
+        except MissingRanksError as error:
+            raise MissingRanksError(f"{self._what} did not end on all processes: {error}") from error
         self.elapsed_s = float(reports[0][2])
         failures = [(*report[0], rank) for rank, report in enumerate(reports) if report[0] is not None]
         if not failures:
@@ -306,7 +306,7 @@ def attempt(ctx: Context, work: Callable[[Context], T], more_bytes: float | None
 
     timeout_s = ctx.world.timeout.total_seconds()
     guard = FaultBarrier(ctx.world, coordinator, on_failure, timeout_s=timeout_s, what="the choice's start")
-    isolated = replace(ctx, rank_weights=[], unrounded={})
+    isolated = replace(ctx, rescalers=[], fp32_values={})
 
     def working() -> None:
         is_watched = more_bytes is not None and ctx.device.type == "cuda"

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from atorch.auto.context import Context
 from atorch.auto.planner.dry_runs.fault_barrier import Coordinator, described, forget_compiled
-from atorch.auto.planner.dry_runs.trial import Feed, Trial
+from atorch.auto.planner.dry_runs.trial import BatchCache, Trial
 from atorch.auto.planner.plan import Measurement, Why
 from atorch.auto.planner.ranking import compiles
 from atorch.auto.strategy import Strategy
@@ -31,7 +31,7 @@ class DryRuns:
 
     ctx: Context
     coordinator: Coordinator
-    feed: Feed
+    feed: BatchCache
 
     def refusal(self, strategy: Strategy) -> str | None:
         """The error of a check of the strategy on some rank, or None."""

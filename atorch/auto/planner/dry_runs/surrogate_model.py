@@ -86,6 +86,7 @@ class Surrogate:
         self._log_estimates = np.log([max(candidate.estimate.step_s, 1e-12) for candidate in self.candidates])
         self._log_estimates += late * compiled
         self._features = _features([*self._tokens, *(observed.methods for observed in self.past.observations)])
+        # Launches of compiled steps are one more kind of work: their estimates are often wrong. Earlier runs have none.
         work = _shares(self.candidates, len(self.past.observations)) * self.prior.work
         self._work = np.column_stack([work, unsure * np.append(compiled, np.zeros(len(work) - len(compiled)))])
         names = [held | {getattr(method, "name", "") for method in candidate.strategy}
@@ -93,6 +94,7 @@ class Surrogate:
         held = np.unique(_features(names) > 0, axis=1)  # possible causes: methods in one setting, or in all settings
         self._held = np.column_stack([held, np.zeros(len(held), dtype=bool)])
         needed = np.log([max(candidate.estimate.needed_bytes, 1.0) for candidate in self.candidates])[:, None]
+        # Per candidate and cause, how far the memory is exceeded if the cause needs EXCESS times the estimate.
         beyond = (needed + math.log(EXCESS) * self._held - math.log(self.memory_bytes)) / MEMORY
         self._over = np.clip(np.vectorize(NormalDist().cdf)(beyond), UNSURE, 1 - UNSURE)  # out of memory, by cause
         own_job = [self.past.job] * len(self._tokens)
@@ -113,10 +115,11 @@ class Surrogate:
         Only observed ones are columns; all pairs would grow with the square of the candidates.
         """
         first, second = self._features[rows], self._features[columns]
-        shared = first @ second.T
+        shared = first @ second.T  # the number of methods that both have
         pairs = shared * (shared - 1) / 2
         is_same = (shared == first.sum(axis=1)[:, None]) & (shared == second.sum(axis=1))
         p = self.prior
+        # The machine's speed drifts between searches, so only runs of one search share all of its variance.
         unknowns = p.machine**2 - min(DRIFT, p.machine) ** 2 + p.method**2 * shared + p.pair**2 * pairs
         unknowns = unknowns + p.rest**2 * is_same + self._work[rows] @ self._work[columns].T
         is_own = self._jobs[rows][:, None] == self._jobs[columns]
@@ -158,8 +161,9 @@ class Surrogate:
         across = self._covariances(np.arange(count), seen)
         if not len(seen):
             return self._log_estimates, across.T, across, 1.0
-        both = np.column_stack([across.T, residual])
+        both = np.column_stack([across.T, residual])  # solved together: covariances, and residuals in the last column
         solved = np.linalg.solve(self._covariances(seen, seen) + self.prior.noise**2 * np.eye(len(seen)), both)
+        # Student's t: errors larger than the prior expects widen all predictions, smaller ones narrow them.
         scale = math.sqrt((FREEDOM + float(np.dot(residual, solved[:, -1]))) / (FREEDOM + len(seen)))
         return self._log_estimates + across @ solved[:, -1], solved[:, :-1], across, scale
 
@@ -179,10 +183,13 @@ class Surrogate:
         ran, oom = list(self._measured), [index for index, (_, of_memory) in self._failed.items() if of_memory]
         held, over = self._held, self._over
         failing = np.where(held[oom], ALONE, 1.0).prod(axis=0)
+        # A method in a strategy that ran does not always fail; nor does one that all have, unlike the last row, none.
         failing *= ~(held[ran].any(axis=0) | held.all(axis=0) & (np.arange(held.shape[1]) < held.shape[1] - 1))
         for reason in {reason for reason, of_memory in self._failed.values() if not of_memory}:
             rows = [index for index, failure in self._failed.items() if failure == (reason, False)]
-            alone = (~held[rows]).sum(axis=0)
+            alone = (~held[rows]).sum(
+                axis=0
+            )  # failures that this cause leaves unexplained: one is by itself, then AGAIN
             failing *= ALONE**alone * AGAIN ** np.minimum(alone, len(rows) - 1)
         short = _share(over[oom].prod(axis=0) * (1 - over[ran]).prod(axis=0))
         runs = (1 - ALONE) * (1 - over @ short) * ~held.T

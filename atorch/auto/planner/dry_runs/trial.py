@@ -28,7 +28,7 @@ from atorch.distributed.mesh import BATCH_AXES
 from atorch.distributed.rng import preserved_rng
 from atorch.errors import ArgumentError, StrategyError
 from atorch.model.copy import copy_with, typical_values
-from atorch.model.copy_isolation import OwnMemory, emptied, separate
+from atorch.model.copy_isolation import OwnMemory, make_writable, released
 from atorch.model.deferred_init import HeldValues, refuse_meta_attributes
 from atorch.model.meta_device import has_meta
 from atorch.model.other_modules import OtherModules
@@ -40,7 +40,7 @@ NUM_BATCHES = 8
 
 
 def candidate(ctx: Context, *, in_parts: bool = False) -> Context:
-    """`ctx` on a copy of its model. Batches come from a Feed, so that building it involves no other process.
+    """`ctx` on a copy of its model. Batches come from a BatchCache, so that building it involves no other process.
 
     Tensors on the training device are copied at once: multi-tensor kernels of optimizers write through raw pointers,
     which a lazy clone does not notice. Tensors elsewhere are moved there, which copies them. Those on the meta device
@@ -65,19 +65,19 @@ def candidate(ctx: Context, *, in_parts: bool = False) -> Context:
         except ArgumentError:  # it also holds a parameter in another place, which `build` would not fill
             return candidate(ctx)
         made = replace(made, initial=values)
-    separate([*made.root.parameters(), *made.root.buffers()])
-    return replace(made, mesh=None, make_loader=None, rank_weights=[])
+    make_writable([*made.root.parameters(), *made.root.buffers()])
+    return replace(made, mesh=None, make_loader=None, rescalers=[])
 
 
 @contextmanager
-def aside(ctx: Context) -> Iterator[Context]:
+def parked_on_host(ctx: Context) -> Iterator[Context]:
     """`ctx` on a copy of its model in host memory; inside, the model itself frees its accelerator memory."""
     tensors = [*ctx.root.parameters(), *ctx.root.buffers()]
     tensors = [tensor for tensor in tensors if local_part(tensor).device.type != "cpu" and not tensor.is_meta]
     if not tensors:
         yield ctx
         return
-    with emptied([local_part(tensor) for tensor in tensors]) as values:
+    with released([local_part(tensor) for tensor in tensors]) as values:
         yield _on_copy(ctx, OwnMemory(lambda device: True, values))
 
 
@@ -91,7 +91,7 @@ def _on_copy(ctx: Context, convert: Callable[[torch.Tensor], torch.Tensor]) -> C
 
 
 @dataclass
-class Feed:
+class BatchCache:
     """The first batches of the user's own loader, read once for each rank and number of ranks."""
 
     ctx: Context
@@ -156,7 +156,7 @@ class Trial:
         ctx: Context,
         strategy: Strategy,
         coordinator: Coordinator,
-        feed: Feed,
+        feed: BatchCache,
         timeout_s: float,
         *,
         limit_s: float = math.inf,

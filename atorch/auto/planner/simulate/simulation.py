@@ -30,16 +30,16 @@ from atorch.auto.opt_lib.shared.defaults import batch_place, complete
 from atorch.auto.planner.simulate.small_simulation import (
     LONG,
     SHORT,
+    DepthError,
     Observed,
     Sent,
-    UnlikeError,
     extend,
     num_stages,
     with_fewer_micro_batches,
     with_metadata,
 )
 from atorch.auto.strategy import Strategy
-from atorch.distributed.local_collectives import Pretending, fake_world
+from atorch.distributed.local_collectives import FakeRun, fake_world
 from atorch.distributed.mesh import Mesh
 from atorch.distributed.world import World
 from atorch.errors import ArgumentError, AtorchError, CapabilityError
@@ -169,7 +169,7 @@ def simulate(
             return Simulated(seen, (*notes, f"{repeats} equal blocks were simulated as {SHORT} and as {LONG}"))
         except AtorchError:
             raise
-        except UnlikeError as error:
+        except DepthError as error:
             why = str(error)
         except _BLOCK_ERRORS as error:  # the run with all blocks shows whether the model itself is faulty
             why = f"the model does not run with fewer blocks ({type(error).__name__}: {error})"
@@ -199,16 +199,16 @@ def _stage(
 
 
 def observe(
-    ctx: Context, strategy: Strategy, batch: Any, pretending: Pretending | None = None, source: nn.Module | None = None
+    ctx: Context, strategy: Strategy, batch: Any, fake_run: FakeRun | None = None, source: nn.Module | None = None
 ) -> Observed:
     """Observe bytes held and sent by this process in the last of a few steps; `ctx.root` is changed.
 
-    batch: this rank's own. pretending: None for real tensors and processes. source: the original of the copied model.
+    batch: this rank's own. fake_run: None for real tensors and processes. source: the original of the copied model.
     """
     live, sent = LiveBytes(), CommCounter()
-    with nullcontext() if pretending is None else pretending:
+    with nullcontext() if fake_run is None else fake_run:
         result = (applied := strategy.apply(ctx)).build()
-        with sent, live, nullcontext() if pretending is None else pretending.stepping():
+        with sent, live, nullcontext() if fake_run is None else fake_run.stepping():
             watch = _Watch(result.model, applied.parts, live, sent, set(applied.on_host))
             for _ in range(STEPS):
                 gc.collect()  # building leaves whole parameters behind, in cycles
@@ -225,22 +225,22 @@ def observe(
 def _on_fakes(
     ctx: Context, strategy: Strategy, batch: Any, samples: int, world: World, repeats: int | None, until: float
 ) -> Observed:
-    with (pretending := Pretending(until)):
-        copied = copy_structure(ctx.root, pretending.fake)
+    with (fake_run := FakeRun(until)):
+        copied = copy_structure(ctx.root, fake_run.fake)
     if repeats is not None:
         shorten(copied, repeats)
     rows = -(-samples // batch_place(strategy, world.device.type)[1])
-    local_batch = map_tensors(partial(_rows, count=rows, of=batch_size(batch), pretending=pretending), batch)
+    local_batch = map_tensors(partial(_rows, count=rows, of=batch_size(batch), fake_run=fake_run), batch)
     job = replace(ctx, root=copied, parts=(copied,), world=world, mesh=None, make_loader=None, sample_batch=local_batch)
-    return observe(job, strategy, local_batch, pretending, source=ctx.root)
+    return observe(job, strategy, local_batch, fake_run, source=ctx.root)
 
 
-def _rows(tensor: torch.Tensor, count: int, of: int, pretending: Pretending) -> torch.Tensor:
+def _rows(tensor: torch.Tensor, count: int, of: int, fake_run: FakeRun) -> torch.Tensor:
     """`count` rows of a tensor that has `of` rows, as a fake unless its values are known integers."""
     if tensor.dim() > 0 and tensor.shape[0] == of:
         tensor = tensor[torch.arange(count, device=tensor.device) % of]
     if tensor.is_meta or tensor.is_floating_point() or tensor.is_complex():
-        return pretending.fake(tensor)
+        return fake_run.fake(tensor)
     return tensor.cpu().clone()
 
 

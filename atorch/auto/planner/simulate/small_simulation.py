@@ -70,7 +70,7 @@ class Observed:
         return replace(self, moments=moments, sent=sent)
 
 
-class UnlikeError(Exception):
+class DepthError(Exception):
     """The moments of two depths do not correspond, so that they cannot be extrapolated."""
 
 
@@ -78,7 +78,7 @@ def extend(short: Observed, long: Observed, repeats: int) -> Observed:
     """The step of a model of `repeats` blocks, extrapolated from observations with SHORT and with LONG blocks.
 
     Raises:
-        UnlikeError: the two have different moments, or send different kinds of messages.
+        DepthError: the two have different moments, or send different kinds of messages.
     """
     steps = repeats - LONG
     moments: list[MemorySample] = []
@@ -88,9 +88,9 @@ def extend(short: Observed, long: Observed, repeats: int) -> Observed:
         elif (len(few), len(many)) == (SHORT, LONG):
             moments += _run(few, many, repeats)
         else:
-            raise UnlikeError(f"{few[0].name} has {len(few)} moments in {SHORT} blocks and {len(many)} in {LONG}")
+            raise DepthError(f"{few[0].name} has {len(few)} moments in {SHORT} blocks and {len(many)} in {LONG}")
     if short.sent.keys() != long.sent.keys():
-        raise UnlikeError(f"messages are {sorted(short.sent)} in {SHORT} blocks and {sorted(long.sent)} in {LONG}")
+        raise DepthError(f"messages are {sorted(short.sent)} in {SHORT} blocks and {sorted(long.sent)} in {LONG}")
     sent = {
         key: (calls + (calls - short.sent[key][0]) * steps, size + (size - short.sent[key][1]) * steps)
         for key, (calls, size) in long.sent.items()
@@ -102,7 +102,7 @@ def _same_runs(seen: Observed, other: Observed) -> list[list[MemorySample]]:
     """Runs of consecutive moments with one name over the blocks; a moment outside of blocks is a run of its own."""
     runs, others = _runs(seen), _runs(other)
     if [run[0].name for run in runs] != [run[0].name for run in others]:
-        raise UnlikeError(f"a step goes through {len(runs)} kinds of moments at one depth and {len(others)} at another")
+        raise DepthError(f"a step goes through {len(runs)} kinds of moments at one depth and {len(others)} at another")
     return runs
 
 

@@ -119,7 +119,7 @@ def faked(leaf: Tensor) -> Tensor:
 
 
 class _Fakes(TorchDispatchMode):
-    """Supports grouped matrix products, for which fake tensors have a rule only in bfloat16."""
+    """Supports grouped matmuls, for which fake tensors have a rule only in bfloat16."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func._overloadpacket is torch.ops.aten._grouped_mm and (args[0].dim(), args[1].dim()) == (2, 3):

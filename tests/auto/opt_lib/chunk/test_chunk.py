@@ -87,7 +87,7 @@ def test_a_fraction_is_of_the_device(knobs, fraction):
 def test_what_it_communicates() -> None:
     cost = cost_of({"data": 2}, "chunk", ("micro_batch", {"size": 1}))
     assert cost.grad_shards == 2
-    assert {comm.each_micro_batch for comm in cost.comm if comm.kind in ("all_gather", "reduce_scatter")} == {True}
+    assert {comm.per_micro_batch for comm in cost.comm if comm.kind in ("all_gather", "reduce_scatter")} == {True}
 
     ahead, late = (cost_of({"data": 2}, ("chunk", {"prefetch": chunks})) for chunks in (1, 0))
     assert {comm.overlap for comm in ahead.comm} == {0.8}

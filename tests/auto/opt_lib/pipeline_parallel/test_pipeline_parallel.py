@@ -44,7 +44,7 @@ def test_a_stage_holds_its_blocks_and_the_micro_batches_under_way():
 
     cost = cost_of({"data": 2, "pipeline": 4}, "pipeline_parallel", "fsdp")
     assert (cost.param_shards, cost.grad_shards) == (2, 1)
-    assert [comm.each_micro_batch for comm in cost.comm] == [True, False]
+    assert [comm.per_micro_batch for comm in cost.comm] == [True, False]
 
     schedules = [(each.schedule, each.pieces) for each in PipelineParallel.choices(PROFILE, cluster())]
     assert schedules == [("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zero_bubble", 1)]
@@ -157,4 +157,4 @@ def test_cuts_are_for_time_and_within_memory():
 
 def test_what_fits_nowhere_is_cut_for_time(caplog):
     assert cut(chain(4096, 256, 256, 256), memory_bytes=1e6) == (0, 1)
-    assert "cut for time alone" in caplog.text
+    assert "cut only for time" in caplog.text

@@ -9,7 +9,7 @@ import torch
 
 from atorch.auto.planner.dry_runs.surrogate_model import DRIFT, Surrogate, tokens_of
 from atorch.auto.planner.dry_runs.time_budget import KEPT, Calibration, Observation, Past, job_of
-from atorch.auto.planner.dry_runs.trial import Feed
+from atorch.auto.planner.dry_runs.trial import BatchCache
 from atorch.auto.planner.planner import search, starting_point
 from atorch.auto.strategy import Strategy
 from tests.auto.planner.dry_runs.test_surrogate_model import made_up, scored
@@ -99,7 +99,7 @@ def test_each_machine_has_a_file_of_its_own_in_the_cache_directory(tmp_path, mon
 
 def test_a_job_is_its_model_and_its_batch():
     def job(ctx):
-        return job_of(starting_point(ctx, Feed(ctx))[1])
+        return job_of(starting_point(ctx, BatchCache(ctx))[1])
 
     assert job(context()) == job(context())
     assert job(context()) != job(context(net(layers=4)))

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from atorch.auto.planner.dry_runs.fault_barrier import EARLY_S, Coordinator, FaultBarrier
-from atorch.distributed.barrier_diagnostics import NoAnswerError
+from atorch.distributed.barrier_diagnostics import MissingRanksError
 from atorch.distributed.collectives import world_group
 from atorch.distributed.mesh import Mesh, current, set_current
 from atorch.distributed.world import World
@@ -164,7 +164,7 @@ def abandoned(rank: int, size: int, folder: str) -> None:
     guard = FaultBarrier(world, Coordinator(world), lambda: None, timeout_s=1.0, what="the dry run of fsdp")
     try:
         guard.together(lambda: time.sleep(60) if rank == 1 else None)
-    except NoAnswerError as error:
+    except MissingRanksError as error:
         Path(folder, "told").write_text(str(error))
         raise
 

@@ -23,11 +23,19 @@ from atorch.auto.planner.dry_runs.dry_run_loop import MAX_CONTENDERS, MAX_RUNS, 
 from atorch.auto.planner.dry_runs.fault_barrier import Coordinator
 from atorch.auto.planner.dry_runs.surrogate_model import Surrogate
 from atorch.auto.planner.dry_runs.time_budget import Starts, TimeBudget
-from atorch.auto.planner.dry_runs.trial import Feed
+from atorch.auto.planner.dry_runs.trial import BatchCache
 from atorch.auto.planner.estimate import CLEAR, EstimateUncertainty, _saved, _saved_by_kind
 from atorch.auto.planner.plan import Measurement
 from atorch.auto.planner.planner import starting_point
-from atorch.auto.planner.ranking import RUNNABLE, RankingSummary, Wanted, best_level, gain_of_half, methods_of, ranked
+from atorch.auto.planner.ranking import (
+    RUNNABLE,
+    RankingSummary,
+    SearchLimits,
+    best_level,
+    gain_of_half,
+    methods_of,
+    ranked,
+)
 from atorch.auto.strategy import METHODS, Strategy
 from atorch.cluster.spec import ClusterSpec
 from atorch.cost import Memory, ModelProfile, plain_cost
@@ -148,7 +156,7 @@ def test_some_hundreds_are_kept_whatever_the_cluster(
     profile = transformer_profile(shape, 1, Implementation(itemsize=4.0))
     start = plain_cost(profile, 4 * there.world_size, there.device.memory_bytes)
     with counted() as work:
-        found = best_level(profile, start, there, Wanted())
+        found = best_level(profile, start, there, SearchLimits())
     assert work["branches"] <= rankings.MOST_LOOKS
     assert work["scores"] <= 1.25 * rankings.MOST_SCORED, "of the last branch all is scored"
     assert work["estimates"] <= (RUNNABLE * 5 // 4 if work["branches"] else rankings.ALL_SCORED)
@@ -156,7 +164,7 @@ def test_some_hundreds_are_kept_whatever_the_cluster(
     assert found.num_compositions <= rankings.ALL_SCORED
     told = RankingSummary.of(found)
     assert len(pickle.dumps(told)) < 2_000 * found.num_compositions
-    assert told.ranking(methods_of(Wanted().space(profile, there, "half"))) == found
+    assert told.ranking(methods_of(SearchLimits().space(profile, there, "half"))) == found
 
 
 @pytest.mark.nightly
@@ -166,7 +174,7 @@ def test_a_ranking_of_512_devices_holds_a_small_part_of_a_gibibyte() -> None:
     start = plain_cost(profile, 4 * there.world_size, there.device.memory_bytes)
     tracemalloc.start()
     try:
-        best_level(profile, start, there, Wanted())
+        best_level(profile, start, there, SearchLimits())
         _, most = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -177,7 +185,7 @@ def test_of_hundreds_that_promise_something_twelve_are_run() -> None:
     """Each that runs is a tenth faster than all before, so that there is always reason to try one more."""
     there = ClusterSpec.load("1xH100-80GB")
     profile = transformer_profile(SMALL, 1, Implementation(itemsize=4.0))
-    fitting = best_level(profile, plain_cost(profile, 4, there.device.memory_bytes), there, Wanted()).fitting
+    fitting = best_level(profile, plain_cost(profile, 4, there.device.memory_bytes), there, SearchLimits()).fitting
     ran: list[Any] = []
 
     def measured(trial: Any, *_: Any) -> Measurement:
@@ -235,27 +243,28 @@ def test_a_method_that_one_process_lacks_is_told_to_all(pool: Pool) -> None:
 
 def test_a_small_space_is_scored_whole_and_the_nearest_miss_is_told() -> None:
     ctx = context()
-    profile, start = starting_point(ctx, Feed(ctx))
-    found = ranked(profile, start, cluster(), Wanted(excluded=["compile"]), "autocast")
-    space = Wanted(excluded=["compile"]).space(profile, cluster(), "autocast")
+    profile, start = starting_point(ctx, BatchCache(ctx))
+    found = ranked(profile, start, cluster(), SearchLimits(excluded=["compile"]), "autocast")
+    space = SearchLimits(excluded=["compile"]).space(profile, cluster(), "autocast")
     assert found.num_compositions == sum(1 for _ in space.leaves(space.root(start)))
 
     there = ClusterSpec.load("8xV100-16GB")
     profile = transformer_profile(LARGE, 1, Implementation(itemsize=4.0))
-    found = ranked(profile, plain_cost(profile, 8), there, Wanted(excluded=["chunk", "offload"]), "autocast")
+    found = ranked(profile, plain_cost(profile, 8), there, SearchLimits(excluded=["chunk", "offload"]), "autocast")
     assert not found.fitting
     assert any(each.strategy.names() != ("parallel_mode", "ddp") for each in found.rejected)
 
 
 @pytest.mark.parametrize(
-    ("wanted", "is_told"), [(Wanted(), True), (Wanted(precision="half"), False), (Wanted(excluded=["half"]), False)]
+    ("wanted", "is_told"),
+    [(SearchLimits(), True), (SearchLimits(precision="half"), False), (SearchLimits(excluded=["half"]), False)],
 )
-def test_what_16_bit_weights_would_gain_is_told_where_it_is_no_tie(wanted: Wanted, is_told: bool) -> None:
+def test_what_16_bit_weights_would_gain_is_told_where_it_is_no_tie(wanted: SearchLimits, is_told: bool) -> None:
     there = ClusterSpec.load("1xH100-80GB")
     profile = transformer_profile(SMALL, 1, Implementation(itemsize=4.0))
     start = plain_cost(profile, 4, there.device.memory_bytes)
     taken, plain = (
-        next(each for each in best_level(profile, start, there, Wanted()).fitting if test(each.strategy))
+        next(each for each in best_level(profile, start, there, SearchLimits()).fitting if test(each.strategy))
         for test in (lambda each: "amp_native" in each.names(), lambda each: "amp_native" not in each.names())
     )
     notes = list(gain_of_half(taken, profile, start, there, wanted))

@@ -15,13 +15,13 @@ from atorch.auto.opt_lib.ddp import Ddp
 from atorch.auto.opt_lib.micro_batch import MicroBatch
 from atorch.auto.opt_lib.parallel_mode import ParallelMode
 from atorch.auto.opt_lib.shared.defaults import disagreement
-from atorch.auto.planner.dry_runs.trial import Feed
+from atorch.auto.planner.dry_runs.trial import BatchCache
 from atorch.auto.planner.estimate import estimate_of
 from atorch.auto.planner.planner import starting_point
-from atorch.auto.planner.ranking import Wanted, ranked
+from atorch.auto.planner.ranking import SearchLimits, ranked
 from atorch.auto.planner.request import less_exact as less_exact_names
 from atorch.auto.planner.space import compositions, plannable
-from atorch.auto.strategy import EXACTNESS, METHODS, Strategy
+from atorch.auto.strategy import METHODS, PRECISIONS, Strategy
 from atorch.cluster.spec import ClusterSpec
 from atorch.cost import peak_memory, plain_cost
 from atorch.cost.transformer import Implementation, TransformerShape, transformer_profile
@@ -37,7 +37,7 @@ from tests.language_models import gpt2
 @pytest.fixture(scope="module")
 def start():
     ctx = context()
-    return starting_point(ctx, Feed(ctx))
+    return starting_point(ctx, BatchCache(ctx))
 
 
 def strategies(space, cost):
@@ -92,7 +92,7 @@ def test_what_is_excluded_included_or_fixed(start):
     profile = replace(start[0], module_classes=frozenset())  # without BatchNorm
     space = compositions(profile, cluster(), fixed=Strategy((MicroBatch(),)))
     assert {strategy.get(MicroBatch).size for strategy in strategies(space, start[1])} == {"auto", 2, 4}
-    short = start[1].but(device_bytes=peak_memory(start[1]).total)  # so that memory is worth time
+    short = start[1].replace(device_bytes=peak_memory(start[1]).total)  # so that memory is worth time
     assert {strategy.get(MicroBatch).size for strategy in strategies(space, short)} == {"auto", 1, 2, 4}
     fixed = Strategy((MicroBatch(size=4),))
     assert strategies(compositions(profile, cluster(), fixed=fixed), start[1]) == [fixed]
@@ -202,7 +202,7 @@ def test_what_may_be_tried_is_not_refused_before_it_runs(make):
         make(), torch.optim.AdamW, Tokens(64), lambda batch, output: output.loss, model_input_format="unpack_dict",
         dataloader_args={"batch_size": 64}, world=world, cluster=machine,
     )  # fmt: skip
-    profile, _ = starting_point(job, Feed(job))
+    profile, _ = starting_point(job, BatchCache(job))
     drawn = Drawn(profile, machine, 64, compositions(profile, machine))
     found = {Strategy(each.methods) for each in strategies_of(random.Random(0), drawn, 250)}
     assert {"compile", "pipeline_parallel", "checkpoint"} <= {name for each in found for name in each.names()}
@@ -222,7 +222,7 @@ def test_the_fold_is_each_strategy_by_itself(start):
     assert space.follow((Ddp(),), cost) is None, "without a mesh"
 
     ctx = context(net(layers=16))
-    profile, cost = starting_point(ctx, Feed(ctx))
+    profile, cost = starting_point(ctx, BatchCache(ctx))
     space = compositions(profile, cluster(2), excluded=["half", "amp_native", "compile"])
     peaks = {
         str(Strategy(leaf.methods[1:])): estimate_of(leaf.cost, cluster(2)).peak_bytes
@@ -234,7 +234,7 @@ def test_the_fold_is_each_strategy_by_itself(start):
 
 
 def score(profile, cost, machine=None):
-    return ranked(profile, cost, machine or cluster(2), Wanted(), EXACTNESS[-1])
+    return ranked(profile, cost, machine or cluster(2), SearchLimits(), PRECISIONS[-1])
 
 
 def test_ranking_is_by_estimates_that_add_up(start):

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atorch.runtime.chunk.layout import ChunkLayout, ChunkSlot, Filling, Item, Packer, pack, search
+from atorch.runtime.chunk.layout import ChunkAssignment, ChunkLayout, ChunkSlot, Item, Packer, pack, search
 
 KINDS = st.sampled_from([("float32", True), ("float32", False), ("bfloat16", True)])
 ITEMS = st.lists(st.tuples(st.integers(0, 9), KINDS), max_size=12).map(
@@ -73,7 +73,7 @@ def test_the_least_capacity_makes_no_more_chunks_than_asked_where_one_does(items
 def test_candidates_that_cannot_be_best_are_not_tried():
     tried = []
 
-    def cost(filling: Filling) -> float:
+    def cost(filling: ChunkAssignment) -> float:
         tried.append(len(filling.numels))
         return 10.0 * len(filling.numels)
 
@@ -83,7 +83,7 @@ def test_candidates_that_cannot_be_best_are_not_tried():
     items = trained(*(100 + 37 * index % 101 for index in range(60)))
     tried = []
 
-    def cost(filling: Filling) -> float:
+    def cost(filling: ChunkAssignment) -> float:
         tried.append(len(filling.numels))
         return abs(len(filling.numels) - 48)
 
@@ -99,7 +99,7 @@ def test_the_search_finds_the_best_of_all_capacities(sizes, overhead):
     """
     items = trained(*sizes)
 
-    def cost(filling: Filling) -> float:
+    def cost(filling: ChunkAssignment) -> float:
         return max(filling.numels) + overhead * len(filling.numels)
 
     best = min(cost(Packer(items).fill(capacity)) for capacity in range(max(sizes), sum(sizes) + 1))
@@ -107,15 +107,15 @@ def test_the_search_finds_the_best_of_all_capacities(sizes, overhead):
     assert max(chunk.numel for chunk in found.chunks) + overhead * len(found.chunks) <= best
 
 
-def count(filling: Filling) -> float:
+def count(filling: ChunkAssignment) -> float:
     return len(filling.numels)
 
 
-def at_most_8(filling: Filling) -> float | None:
+def at_most_8(filling: ChunkAssignment) -> float | None:
     return None if max(filling.numels) > 8 else len(filling.numels)
 
 
-def off_three(filling: Filling) -> float:
+def off_three(filling: ChunkAssignment) -> float:
     return abs(len(filling.numels) - 3)
 
 

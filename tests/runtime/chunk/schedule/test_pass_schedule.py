@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atorch.runtime.chunk.pass_schedule import Access, AccessTrace, Uses, moments
+from atorch.runtime.chunk.pass_schedule import Access, AccessTrace, PassArrays, moments
 from atorch.runtime.chunk.transfer_schedule import StepRuns
 
 CHUNK_OF = {"first": 0, "second": 1}
@@ -56,6 +56,6 @@ def passes(draw: st.DrawFn) -> tuple[AccessTrace, dict[str, int]]:
 def test_runs_are_those_of_the_moments(made: tuple[AccessTrace, dict[str, int]], shards: int) -> None:
     foreseen, chunk_of = made
     gathering = [100 * (chunk + 1) for chunk in range(max(chunk_of.values()) + 1)] if shards > 1 else []
-    found = Uses(foreseen, chunk_of).runs(np.array(list(chunk_of.values())), gathering, shards)
+    found = PassArrays(foreseen, chunk_of).runs(np.array(list(chunk_of.values())), gathering, shards)
     plain = moments(foreseen, chunk_of, gathering, shards)
     assert found == StepRuns.of([each.needs for each in plain], [each.other_bytes for each in plain])

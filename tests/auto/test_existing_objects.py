@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils import data as loading
 
 from atorch import auto_accelerate
-from atorch.auto.adapters import adapted
+from atorch.auto.existing_objects import settings_of_objects
 from atorch.errors import ArgumentError
 from tests.auto.training import accelerate, accelerated_steps, steps
 from tests.pool import Pool
@@ -71,7 +71,7 @@ def test_groups_survive_and_train_as_without(pool: Pool) -> None:
 def test_torchs_optimizers_can_be_made_again(kind: str) -> None:
     model = model_of()
     optim = getattr(torch.optim, kind)(model.parameters(), lr=0.03)
-    job = adapted({"model": model, "optim_func": optim})
+    job = settings_of_objects({"model": model, "optim_func": optim})
     again = job["optim_func"](job["optim_param_func"](model), **job["optim_args"])
     assert again.defaults == optim.defaults
     assert [p.shape for p in again.param_groups[0]["params"]] == [p.shape for p in model.parameters()]
@@ -79,21 +79,21 @@ def test_torchs_optimizers_can_be_made_again(kind: str) -> None:
 
 def test_optimizers_are_made_again_with_names_and_groups() -> None:
     model = model_of()
-    job = adapted({"model": model, "optim_func": torch.optim.SGD(model.named_parameters(), lr=0.1)})
+    job = settings_of_objects({"model": model, "optim_func": torch.optim.SGD(model.named_parameters(), lr=0.1)})
     assert [name for name, _ in job["optim_param_func"](model)[0]["params"]] == list(dict(model.named_parameters()))
 
     model = model_of()
-    assert adapted({"model": model, "optim_func": Counted(model.parameters())})["optim_func"] is Counted
+    assert settings_of_objects({"model": model, "optim_func": Counted(model.parameters())})["optim_func"] is Counted
 
     model = model_of()
-    job = adapted({"model": model, "optim_func": torch.optim.SGD(model.parameters(), lr=0.1)})
+    job = settings_of_objects({"model": model, "optim_func": torch.optim.SGD(model.parameters(), lr=0.1)})
     model.added = nn.Linear(1, 1)
     with pytest.raises(ArgumentError, match=r"new parameters, such as added\.weight"):
         job["optim_param_func"](model)
 
     model = model_of()
     optim = two_groups(model, betas=(0.8, 0.9))
-    job = adapted({"model": model, "optim_func": optim})
+    job = settings_of_objects({"model": model, "optim_func": optim})
     assert job["optim_func"] is torch.optim.AdamW
     assert (job["optim_args"]["lr"], job["optim_args"]["betas"]) == (0.05, (0.8, 0.9))
     other = model_of(1)
@@ -165,7 +165,7 @@ class Stream(loading.IterableDataset[int]):
 
 
 def arguments(loader: loading.DataLoader[Any]) -> dict[str, Any]:
-    return adapted({"dataset": loader})["dataloader_args"]
+    return settings_of_objects({"dataset": loader})["dataloader_args"]
 
 
 def test_a_loader_is_its_settings_and_samplers() -> None:
@@ -223,10 +223,10 @@ SHARED = loading.DistributedSampler(PAIRS, num_replicas=2, rank=0)
     [
         (lambda: MyLoader(PAIRS), "dataset is a MyLoader, which may do more"),
         (iterated, "that was iterated and whose workers still run"),
-        (lambda: loading.DataLoader(PAIRS, sampler=SHARED), "a sampler that shares samples out already"),
+        (lambda: loading.DataLoader(PAIRS, sampler=SHARED), "a sampler that already divides samples"),
         (
             lambda: loading.DataLoader(PAIRS, batch_sampler=loading.BatchSampler(SHARED, 2, False)),
-            "shares samples out already",
+            "already divides samples",
         ),
         (
             lambda: loading.DataLoader(PAIRS, shuffle=True, generator=torch.Generator()),

@@ -1,4 +1,4 @@
-"""Stand-ins in a stage for what other stages have: parameters, buffers, and results that have not come yet.
+"""Placeholders in a stage for what other stages have: parameters, buffers, and results that have not come yet.
 
 They have shape, dtype and device, but no values. Shapes of results must be known before a stage receives them. So the
 first micro-batch of every size runs once stage by stage, without gradients, and shapes and dtypes are observed.
@@ -22,11 +22,11 @@ _DEVICE = _TENSOR.device.__get__
 _BY_SHAPE = frozenset([_TENSOR.expand_as, _TENSOR.view_as, _TENSOR.reshape_as])
 
 
-class Away(Tensor):
+class Placeholder(Tensor):
     """A tensor on the meta device that reports the stage's device, for code that creates other tensors on it.
 
-    Results computed from it alone are stand-ins, too, since a stage runs the model's entire forward but needs only part
-    of it. So are, while code between units runs, results computed from it and other tensors.
+    Results computed from it alone are placeholders, too, since a stage runs the model's entire forward but needs only
+    part of it. So are, while code between units runs, results computed from it and other tensors.
     """
 
     path: str
@@ -34,8 +34,10 @@ class Away(Tensor):
     passes_by: Callable[[], bool]
 
     @classmethod
-    def of(cls, path: str, tensor: Tensor, place: torch.device, passes_by: Callable[[], bool] = lambda: False) -> Away:
-        """A stand-in for `tensor`, which the model has under the name `path`.
+    def of(
+        cls, path: str, tensor: Tensor, place: torch.device, passes_by: Callable[[], bool] = lambda: False
+    ) -> Placeholder:
+        """A placeholder for `tensor`, which the model has under the name `path`.
 
         passes_by: returns True while code runs whose results need no values.
         """
@@ -43,10 +45,10 @@ class Away(Tensor):
         return cls._from(empty, path, place, passes_by)
 
     @classmethod
-    def _from(cls, empty: Tensor, path: str, place: torch.device, passes_by: Callable[[], bool]) -> Away:
-        stand_in = Tensor._make_subclass(cls, empty)
-        stand_in.path, stand_in.place, stand_in.passes_by = path, place, passes_by
-        return stand_in
+    def _from(cls, empty: Tensor, path: str, place: torch.device, passes_by: Callable[[], bool]) -> Placeholder:
+        placeholder = Tensor._make_subclass(cls, empty)
+        placeholder.path, placeholder.place, placeholder.passes_by = path, place, passes_by
+        return placeholder
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -80,22 +82,22 @@ class Away(Tensor):
         )
 
     def _like(self, value: Any) -> Any:
-        is_meta = isinstance(value, Tensor) and value.is_meta and not isinstance(value, Away)
+        is_meta = isinstance(value, Tensor) and value.is_meta and not isinstance(value, Placeholder)
         return self._from(value, self.path, self.place, self.passes_by) if is_meta else value
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Away:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Placeholder:
         return self.of(self.path, self, self.place)
 
 
 def need_values(data: Any) -> None:
     """Raise the error of the first tensor in `data` that belongs to another stage."""
     for leaf in tree_leaves(data):
-        if isinstance(leaf, Away):
+        if isinstance(leaf, Placeholder):
             raise leaf.fault()
 
 
 def _without_values(leaf: Any) -> Any:
-    if isinstance(leaf, Away) or not isinstance(leaf, Tensor):
+    if isinstance(leaf, Placeholder) or not isinstance(leaf, Tensor):
         return leaf
     return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
 
@@ -110,8 +112,8 @@ class TensorSpec(NamedTuple):
     sizes: tuple[int, ...]
     dtype: torch.dtype
 
-    def stand_in(self, device: torch.device) -> Tensor:
-        """A tensor of this shape that takes no memory."""
+    def zeros(self, device: torch.device) -> Tensor:
+        """Zeros of this shape that take no memory."""
         return torch.zeros((), dtype=self.dtype, device=device).expand(self.sizes)
 
 

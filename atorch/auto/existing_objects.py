@@ -26,7 +26,7 @@ _FAILURES = (TypeError, ValueError, LookupError, AttributeError, RuntimeError, A
 _DEPTH = 4  # of objects in an optimizer's attributes that are compared
 
 
-def adapted(job: Mapping[str, Any]) -> dict[str, Any]:
+def settings_of_objects(job: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a job, with the class and settings of an optimizer and a DataLoader in place of the objects.
 
     Raises:
@@ -168,8 +168,8 @@ def _of_loader(loader: DataLoader[Any]) -> dict[str, Any]:
         raise ArgumentError("dataset is a DataLoader that was iterated and whose workers still run; give a new one")
     if any(hasattr(drawer, "num_replicas") for drawer in drawers):
         raise ArgumentError(
-            "dataset is a DataLoader with a sampler that shares samples out already, which auto_accelerate does; give "
-            "one of the whole dataset, whose batch_size is that of all processes together"
+            "dataset is a DataLoader with a sampler that already divides samples over processes, as "
+            "auto_accelerate does; give one of the whole dataset, whose batch_size is that of all processes together"
         )
     arguments = {name: getattr(loader, name) for name in _OF_LOADER - _OF_ORDER}
     if not loader.pin_memory:
