@@ -176,9 +176,9 @@ def optimizer_resumed(rank: int, size: int, folder: str, strategy: str, kind: st
 
 REFUSED = {
     "ddp": {},
-    "zero1": {"LBFGS": "LBFGS does not bear"},
+    "zero1": {"LBFGS": "LBFGS does not support"},
     "fsdp": {
-        "Adafactor": "Adafactor does not bear", "Rprop": "Rprop does not bear", "SparseAdam": "with sparse=True",
+        "Adafactor": "Adafactor does not support", "Rprop": "Rprop does not support", "SparseAdam": "with sparse=True",
         "LBFGS": "LBFGS's state d of 0.weight has shape",
     },
 }  # fmt: skip
