@@ -42,7 +42,8 @@ def test_every_way_to_share_out_samples(pool):
     cases = [(name, [meshes[axis], *SPLIT[axis]]) for axis in SPLIT for name in ("sum", "labels")]
     assert_trains_like_plain(pool, loss_job.deviation, cases, ranks=4)
     fp16 = ("amp_native", "fp16")
-    cases = [(name, ["ddp", fp16, *beside]) for name in ("sum", "labels") for beside in ([], [MICRO])]
+    # A whole batch's sum overflows at the first loss scale, so that its first step is left out.
+    cases = [("sum", ["ddp", fp16, MICRO]), ("labels", ["ddp", fp16]), ("labels", ["ddp", fp16, MICRO])]
     assert_trains_like_plain(pool, loss_job.deviation, cases, band=1e-2)
 
 
