@@ -31,7 +31,7 @@ REPORTS = Path(__file__).parent / "published" / "reports.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What the planner says of a report; ratios are of the estimate over the measurement."""
+    """The planner's answer to a report; ratios are of the estimate over the measurement."""
 
     name: str
     fits: bool

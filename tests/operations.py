@@ -1,4 +1,4 @@
-"""What torch runs and keeps: the operations that it dispatches, and the bytes that autograd saves."""
+"""Observers of torch: the operations that it dispatches, and the bytes that autograd saves."""
 
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
@@ -27,7 +27,7 @@ class Watch(TorchDispatchMode):
 
 
 def operations(run: Callable[[], object]) -> Counter[str]:
-    """How often each operation runs, by name."""
+    """The number of runs of each operation, by name."""
     counts = Counter[str]()
     with Watch(lambda func, *_: counts.update([func.overloadpacket.__name__])):
         run()

@@ -43,6 +43,9 @@ class OtherModules:
         """
         with self.at_first(), ExitStack() as stack:
             parameters = {id(p): p for module in self._modules for p in module.parameters()}
+            for writes in self._written:  # known already: their first values are kept once
+                for name in writes.names:
+                    parameters.pop(int(name), None)
             writes = Writes((str(key), parameter) for key, parameter in parameters.items())
             stack.callback(lambda: self._written.append(writes) if writes else None)
             stack.enter_context(writes)

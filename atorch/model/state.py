@@ -233,14 +233,15 @@ class Writes(TorchDispatchMode):
     def changes(self) -> dict[str, ParameterWrite]:
         """Changes of the parameters whose values differ from before, by name."""
         changes = {}
-        for name in self._written():
+        for name in self.names:
             parameter, values = self._parameters[name]
             before = self._before.get(name, values)
             if before.is_floating_point() and not torch.equal(before, parameter.data):
                 changes[name] = ParameterWrite.of(before, parameter.data)
         return changes
 
-    def _written(self) -> list[str]:
+    @property
+    def names(self) -> list[str]:
         """Names of parameters that were written, or replaced by `parameter.data = …`."""
         named = self._parameters.items()
         replaced = [name for name, (parameter, data) in named if parameter.data.data_ptr() != data.data_ptr()]
@@ -248,10 +249,10 @@ class Writes(TorchDispatchMode):
 
     def __bool__(self) -> bool:
         """True if any parameter was written."""
-        return bool(self._written())
+        return bool(self.names)
 
     def restore(self) -> None:
-        for name in self._written():
+        for name in self.names:
             parameter, values = self._parameters[name]
             parameter.data = values
             if name in self._before:

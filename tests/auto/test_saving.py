@@ -1,4 +1,4 @@
-"""What a checkpoint holds beside the model, and saves that fail, overlap or do not fit."""
+"""Contents of a checkpoint other than the model, and saves that fail, overlap or do not fit."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ RIGHT_PADDED = LEFT_PADDED.flip(1)
 
 
 def attentions(run: Callable[[], object]) -> tuple[int, int]:
-    """How often softmax runs, and attention as one operation."""
+    """The number of runs of softmax, and of attention as one operation."""
     counts = operations(run)
     one, other = ([number for name, number in counts.items() if part in name] for part in ("softmax", "scaled_dot"))
     return sum(one), sum(other)

@@ -22,7 +22,7 @@ ATEN = torch.ops.aten
 
 @contextmanager
 def results() -> Iterator[Callable[[], Counter[str]]]:
-    """How many results of each operation that runs inside are still held."""
+    """The number of results of each operation inside that are still held."""
     made: list[tuple[str, Callable[[], Any]]] = []
 
     def see(func: Any, _: Any, __: Any, out: Any) -> None:
